@@ -18,7 +18,6 @@ from bench.systems import HYPER
 from bench.timing import Call
 from zerox import ops
 from zerox.memory.forms import master_of
-from zerox.memory.stored import stored_bytes
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lion_step, sgd_step
 from zerox.rules.rule import MASTER, REMAINDER
@@ -64,7 +63,7 @@ def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
     grad = kind.dtype.itemsize
     if op in UPDATES:
         rule, specs = UPDATES[op].rule, UPDATES[op].specs(kind)
-        kept = [stored_bytes(rule, spec, STATES[kind.state], BLOCK_NUMEL, on_host=True) for spec in specs]
+        kept = [rule.kept(spec, STATES[kind.state]).nbytes(BLOCK_NUMEL, on_host=True) for spec in specs]
         return 2 * kind.dtype.itemsize + grad + 2 * sum(kept) / BLOCK_NUMEL
     return {"flatten": 2 * grad, "reduce": (num_slices + 1) * grad, "norm": grad}[op]
 

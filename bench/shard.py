@@ -76,7 +76,7 @@ class Shard:
         self.param = zeros(numel, kind.dtype, device).copy_(self.exact)
         form = STATES[kind.state]
         specs = UPDATES[op].specs(kind)
-        self.state = {spec.key: Stored.zeros(self.rule, spec, form, numel, device) for spec in specs}
+        self.state = {spec.key: Stored.zeros(spec, self.rule.kept(spec, form), numel, device) for spec in specs}
         self.moments = [stored for stored in self.state.values() if stored.spec in self.rule.states]
         self.master = self.state[kind.master.key].values if kind.master else None
         if kind.master == MASTER:

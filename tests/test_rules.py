@@ -69,9 +69,9 @@ def test_sgd_has_torch_s_defaults() -> None:
 
 
 def test_the_buffer_is_kept_with_momentum_only() -> None:
-    assert SGD.wanted([group_of(SGD, momentum=0.0)]) == []
-    assert [spec.key for spec in SGD.wanted([group_of(SGD, momentum=0.0), group_of(SGD)])] == ["momentum_buffer"]
-    assert [spec.key for spec in LION.wanted([LION.defaults])] == ["exp_avg"]
+    assert SGD.wanted_states([group_of(SGD, momentum=0.0)]) == []
+    assert [spec.key for spec in SGD.wanted_states([group_of(SGD, momentum=0.0), group_of(SGD)])] == ["momentum_buffer"]
+    assert [spec.key for spec in LION.wanted_states([LION.defaults])] == ["exp_avg"]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
 
-from zerox.memory.grad_dtype import grad_dtype_of
-from zerox.memory.mask import num_bytes_of, stands_for
-from zerox.memory.pages import storage_bytes
-from zerox.memory.row_owners import most_rows
-from zerox.memory.row_table import check_ranks, is_sparse
-from zerox.memory.stored import stored_bytes
-from zerox.optimizer.local_bytes import Local, bytes_of_own, take_apart
+from zerox.memory.mask import stands_for
+from zerox.memory.row_table import check_ranks, check_tables, is_sparse
+from zerox.optimizer.local_bytes import Local, Named, bytes_of_own, take_apart
 from zerox.optimizer.memory_bytes import MemoryBytes
+from zerox.optimizer.planning import Around, Given, make_plan
 from zerox.options import (
     OF_LOCAL_OPTIMIZERS,
     LocalOptimizerOptions,
@@ -28,11 +25,9 @@ from zerox.options import (
     named_tensors,
     parameter_words,
 )
-from zerox.plan.buckets import BucketPlan
 from zerox.plan.choices import A_SUBGROUP, MASKS, SPARSITY, SUBGROUP
-from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
-from zerox.plan.resident import resident_limit
-from zerox.plan.stage import SHARDED
+from zerox.plan.plan import Plan
+from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.model_axes import axes_of
 from zerox.ranks.process_group import ALONE, check_group, choose_group
@@ -76,129 +71,165 @@ def estimate(
     its own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
-    mesh_shape = check_group(options.get("process_group")) or mesh_shape
+    ranks = _ranks(world_size, local_world_size, mesh_shape, options.get("process_group"))
+    chosen, rules, of_groups = _chosen(rule, options)
+    given = [(name, tensor, _options_of(rules, group, of_groups)) for name, tensor, group in named_tensors(params)]
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")  # in torch's words
+    has_axes = options.get("norm_group") is not None
+    apart = take_apart(local, given, rules, chosen, has_axes) if ranks.world_size > 1 else set()
+    of_own = bytes_of_own([given[place] for place in sorted(apart)], rules)
+    ours = [each for place, each in enumerate(given) if place not in apart]
+    training = _Training(chosen, rules, ranks, backend, ours)
+    training.check_params(given)
+    words = {"rule": rule, **options}
+    training.check_pairs(words)
+    masked = training.masked([masks] if isinstance(masks, str) else masks, words)
+    return _summed(training.plan(), training.site(), chosen.resident_mb, masked, of_own)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranks:
+    """``near``: how many share a machine. ``mesh``: (replicate, shard), if both are more than one."""
+
+    world_size: int
+    near: int
+    mesh: tuple[int, int] | None
+
+
+def _ranks(
+    world_size: int, local_world_size: int | None, mesh_shape: tuple[int, int] | None, process_group: Any
+) -> _Ranks:
+    """ValueError for numbers that don't go together."""
+    mesh_shape = check_group(process_group) or mesh_shape
     if mesh_shape is not None and math.prod(mesh_shape) != world_size:
         raise ValueError(f"mesh_shape {mesh_shape} is not of {world_size} ranks")
-    mesh_shape = None if mesh_shape is not None and 1 in mesh_shape else mesh_shape
-    if options.get("process_group") == ALONE:
+    mesh = None if mesh_shape is not None and 1 in mesh_shape else mesh_shape
+    if process_group == ALONE:
         world_size = local_world_size = 1
     if local_world_size is None:
         local_world_size = world_size
     if local_world_size > world_size:
         raise ValueError(f"local_world_size must be in [1, {world_size}], got {local_world_size}")
-    chosen, rules, of_groups = _chosen(rule, options)
-    everything = [(name, tensor, _options_of(rules, group, of_groups)) for name, tensor, group in named_tensors(params)]
-    if not everything:
-        raise ValueError("optimizer got an empty parameter list")  # in torch's words
-    has_axes = options.get("norm_group") is not None
-    apart_here = take_apart(local, everything, rules, chosen, has_axes) if world_size > 1 else set()
-    of_own = bytes_of_own([everything[place] for place in sorted(apart_here)], rules)
-    checked = everything
-    everything = [each for place, each in enumerate(everything) if place not in apart_here]
-    trained = [(name, local_of(tensor), group) for name, tensor, group in everything if tensor.requires_grad]
-    for _, tensor, group in trained if rules.default.on_host else checked:
-        rules.of(group).check({**group, "params": [tensor]})  # a class of torch's kind says what it keeps for it
-        chosen.check_group(group, rules.of(group).defaults)
-    check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
-    tables = [each for each in trained if is_sparse(each[2])]
-    for *_, group in tables:
-        are_some = _subgroup_size(group.get(OF_GROUP), world_size) != world_size
-        check_ranks("a param group", are_some, mesh_shape is not None, chosen.stage == 3)
-    trained = [each for each in trained if not is_sparse(each[2])]
-    tensors = [tensor for _, tensor, _ in trained]
-    dtypes = parameter_words(tensor.dtype for tensor in tensors)
-    sizes = [_subgroup_size(group.get(OF_GROUP), world_size) for _, _, group in trained]
-    facts: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {backend}}
-    if any(size != world_size for size in sizes):
-        facts |= {SUBGROUP: {A_SUBGROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
-    for group in [group for *_, group in tables] or [{}]:
-        own = {name: value for name, value in group.items() if name != "params"}
-        chosen.check_pairs({"rule": rule, **options, **own}, **facts)
+    return _Ranks(world_size, local_world_size, mesh)
 
-    types = {tensor.device.type for tensor in (*tensors, *(table for _, table, _ in tables))}
-    on_host = backend == "gloo" and types <= {"cpu", "meta"}
-    sharded = chosen.stage_plan.grads is SHARDED
-    near = local_world_size if on_host else 1
-    apart = chosen.stage_plan.params is SHARDED and world_size > 1
-    frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
-    parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
-    for _, table, _ in tables:
-        num_kept = most_rows(table.shape[0], world_size) if apart else table.shape[0]
-        parameters += num_kept * table.shape[1] * table.element_size()
-    whole: list[tuple[str, int]] = []  # buckets whose shard is apart, and tables that lookups give memory as a whole
-    if apart and not on_host:
-        whole += [(f"table {name}", tensor.nbytes) for name, tensor, _ in tables]
 
-    def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
-        nbytes = plan.layout.numel * dtype.itemsize
-        if not apart:
-            return nbytes
-        whole.append((f"the bucket of {first}", nbytes))
-        together = mesh_shape[0] if mesh_shape is not None else 1  # parameters are sharded over the other axis only
-        return storage_bytes(together * plan.layout.shard_numel, dtype.itemsize, on_host, 1)
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """What is estimated. ``ours``: the parameters, with their groups, without those that are each rank's own."""
 
-    for plan in chosen.plan(frozen, backend, world_size) if apart else ():
-        first, tensor, *_ = frozen[plan.params[0]]
-        parameters += parameters_of(plan, first, tensor.dtype)
-    masked = _masked([masks] if isinstance(masks, str) else masks, trained)
-    if masked:
-        of_masks = {**facts, "parameters": parameter_words(tensors[place].dtype for place in masked), MASKS: {SPARSITY}}
-        chosen.check_pairs({"rule": rule, **options}, **of_masks)
-    master, moments = 0, 0
-    for _, table, group in tables:
-        num_own, width = most_rows(table.shape[0], world_size), table.shape[1]
-        form = chosen.state_form(table)
-        a_row = width * form.itemsize + form.num_scales(width) * torch.float32.itemsize
-        moments += num_own * a_row * len(rules.of(group).wanted_states([group]))
-        master += sum(num_own * width * spec.form.itemsize for spec in chosen.masters(table.dtype) if spec.form)
-    flows = []
-    named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
-    for plan in (plan for size in set(sizes) for plan in _plans_of(size, sizes, named, backend, chosen)):
-        size = plan.layout.world_size
-        layout, dtype = plan.layout, tensors[plan.params[0]].dtype
-        parameters += parameters_of(plan, trained[plan.params[0]][0], dtype)
-        groups = [trained[index][2] for index in plan.params]
-        of_bucket = rules.of(groups[0])
-        kept = of_bucket.wanted_states(groups)
-        place = (plan.state_form, layout.shard_numel, on_host)
-        moments += sum(stored_bytes(of_bucket, spec, *place) for spec in kept)
-        moments += num_bytes_of(layout.shard_numel) if masked.intersection(plan.params) else 0
-        master += sum(stored_bytes(of_bucket, spec, *place) for spec in chosen.masters(dtype))
-        wire = chosen.wire_dtype(dtype)
-        grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
-        divided_alone = size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
-        stay = on_host and wire == grads and not divided_alone  # large gradients, where autograd left them
-        zero_copy = plan.num_zero_copy if stay else 0
-        flow = _flow(plan, grads, wire, 0 if mesh_shape else zero_copy, alone=world_size == 1)
-        if mesh_shape is None:
-            beside = (
-                near if size == world_size else size if near == world_size else 1
-            )  # of a subgroup perhaps nobody else
-            received, reducing = _received(plan, wire, backend, size - beside), 0
-        else:
-            received, reducing = _on_mesh(plan, wire, backend, mesh_shape, near)
-        flows.append(dataclasses.replace(flow, received=received if size > 1 else 0, reducing=reducing))
+    chosen: OptimizerOptions
+    rules: Rules
+    ranks: _Ranks
+    backend: str
+    ours: Named
 
-    of_tables = sum(table.nbytes for _, table, _ in tables) if apart and on_host else 0
-    limit = resident_limit(whole, chosen.resident_mb, of_tables)
-    parameters += int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
-    before_exchange = [flow.local for flow in flows]
-    buffers = [flow.flat + flow.received + flow.reducing for flow in flows] if world_size > 1 else []
-    made = MemoryBytes(
-        parameters=parameters,
-        gradients=sum(flow.shard if sharded else flow.whole + flow.kept for flow in flows),
+    @property
+    def trained(self) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """With what lies in a bucket of each."""
+        return [(name, local_of(tensor), group) for name, tensor, group in self.ours if tensor.requires_grad]
+
+    @property
+    def dense(self) -> list[int]:
+        """The places in ``ours`` of those that are trained and no tables."""
+        return [
+            place for place, (_, each, group) in enumerate(self.ours) if each.requires_grad and not is_sparse(group)
+        ]
+
+    @property
+    def tables(self) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:
+        return [each for each in self.trained if is_sparse(each[2])]
+
+    def subgroup_size(self, place: int) -> int:
+        return _subgroup_size(self.ours[place][2].get(OF_GROUP), self.ranks.world_size)
+
+    def check_params(self, given: Named) -> None:
+        """Raises as the constructor for parameters and their groups. ``given``: with those that are not ``ours``."""
+        chosen, rules, trained = self.chosen, self.rules, self.trained
+        for _, tensor, group in trained if rules.default.on_host else given:
+            rules.of(group).check({**group, "params": [tensor]})  # a class of torch's kind says what it keeps for it
+            chosen.check_group(group, rules.of(group).defaults)
+        check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
+        for *_, group in self.tables:
+            are_some = _subgroup_size(group.get(OF_GROUP), self.ranks.world_size) != self.ranks.world_size
+            check_ranks("a param group", are_some, self.ranks.mesh is not None, chosen.stage == 3)
+
+    def facts(self, dense: Iterable[int]) -> dict[str, Collection[str]]:
+        """In the words of zerox.plan.combinations, with these parameters."""
+        dtypes = parameter_words(local_of(self.ours[place][1]).dtype for place in dense)
+        found: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {self.backend}}
+        if any(self.subgroup_size(place) != self.ranks.world_size for place in self.dense):
+            found |= {SUBGROUP: {A_SUBGROUP}, "process_group": {"a group" if self.ranks.mesh is None else "a 2-D mesh"}}
+        return found
+
+    def check_pairs(self, words: Mapping[str, Any]) -> None:
+        """Raises for options that don't go together, and for what is no table. ``words``: the constructor's options."""
+        facts = self.facts(self.dense)
+        for group in [group for *_, group in self.tables] or [{}]:
+            own = {name: value for name, value in group.items() if name != "params"}
+            self.chosen.check_pairs({**words, **own}, **facts)
+        check_tables(self.ours)
+
+    def masked(self, globs: Iterable[str], words: Mapping[str, Any]) -> set[int]:
+        """The places of what a zerox.Sparsity of these takes. ValueError for a name that takes nothing, and for what
+        does not go with masks."""
+        found: set[int] = set()
+        for glob in globs:
+            places = [place for place in self.dense if stands_for(glob, self.ours[place][0], self._local(place))]
+            if not places:
+                raise ValueError(
+                    f"masks: {glob!r} stands for no parameter that can be masked; are there names in params?"
+                )
+            found.update(places)
+        if found:
+            self.chosen.check_pairs(words, **{**self.facts(found), MASKS: {SPARSITY}})
+        return found
+
+    def plan(self) -> Plan:
+        """As of an optimizer of them. A subgroup is known by its size."""
+        sizes = {place: self.subgroup_size(place) for place in self.dense}
+        subgroups = [self.ranks.world_size, *sorted({*sizes.values()} - {self.ranks.world_size})]
+        given = [
+            Given(name, tensor, group, subgroups.index(sizes.get(place, subgroups[0])))
+            for place, (name, tensor, group) in enumerate(self.ours)
+        ]
+        shards = self.site().shards_params
+        return make_plan(Around(self.chosen, self.rules, self.backend, subgroups, shards), given)
+
+    def site(self) -> Site:
+        ranks = self.ranks
+        types = {tensor.device.type for _, tensor, _ in self.trained}
+        on_host = self.backend == "gloo" and types <= {"cpu", "meta"}
+        near = ranks.near if on_host else 1
+        return Site(self.chosen.stage_plan, self.backend, ranks.world_size, near, on_host, ranks.mesh)
+
+    def _local(self, place: int) -> torch.Tensor:
+        found: torch.Tensor = local_of(self.ours[place][1])
+        return found
+
+
+def _summed(
+    plan: Plan, site: Site, resident_mb: float | None, masked: Collection[int], of_own: MemoryBytes
+) -> MemoryBytes:
+    """``of_own``: of parameters that are each rank's own."""
+    flows = [flow_of(each, site) for each in plan.trained]
+    parameters = parameter_bytes(plan, site, resident_mb)
+    master, moments = state_bytes(plan, site, masked)
+    lasting = parameters + master + moments + of_own.lasting
+    local = [flow.local for flow in flows]
+    buffers = [flow.flat + flow.received + flow.reducing for flow in flows] if site.world_size > 1 else []
+    gradients = sum(flow.shard if site.shards_grads else flow.whole + flow.kept for flow in flows)
+    return MemoryBytes(
+        parameters=parameters + of_own.parameters,
+        gradients=gradients + of_own.gradients,
         master=master,
-        moments=moments,
+        moments=moments + of_own.moments,
         exchange=2 * max(buffers, default=0),
-        local_gradients=sum(before_exchange),
-        typical_local_gradients=max(before_exchange, default=0) if sharded else sum(before_exchange),
+        local_gradients=sum(local),
+        typical_local_gradients=max(local, default=0) if site.shards_grads else sum(local),
+        peak=lasting + peak_of(flows, site, keeps_up=False),
+        typical_peak=lasting + peak_of(flows, site, keeps_up=True),
     )
-    slow = AHEAD_IF_PACED if apart else None
-    on_streams = backend == "nccl" and world_size > 1
-    peaks = [_peak(flows, world_size, sharded, on_streams, ahead) for ahead in (slow, 0)]
-    peak, typical = (parameters + master + moments + of_own.lasting + each for each in peaks)
-    lasting = {name: getattr(made, name) + getattr(of_own, name) for name in ("parameters", "gradients", "moments")}
-    return dataclasses.replace(made, **lasting, peak=peak, typical_peak=typical)
 
 
 def _check_arguments(params: Any, *counts: Any, backend: str, mesh_shape: Any) -> None:
@@ -272,81 +303,8 @@ def _subgroup_size(given: Any, world_size: int) -> int:
     return size
 
 
-def _plans_of(
-    size: int, sizes: Sequence[int], named: Sequence[Any], backend: str, chosen: OptimizerOptions
-) -> Iterator[BucketPlan]:
-    """Of the parameters that so many ranks have."""
-    places = [place for place, each in enumerate(sizes) if each == size]
-    for plan in chosen.plan([named[place] for place in places], backend, size):
-        yield dataclasses.replace(plan, params=tuple(places[place] for place in plan.params))
-
-
-def _masked(globs: Iterable[str], trained: Sequence[tuple[str, torch.Tensor, Any]]) -> set[int]:
-    """The places in ``trained`` of what a zerox.Sparsity of these takes. ValueError for a name that takes nothing."""
-    found: set[int] = set()
-    for glob in globs:
-        places = [place for place, (name, tensor, _) in enumerate(trained) if stands_for(glob, name, tensor)]
-        if not places:
-            raise ValueError(f"masks: {glob!r} stands for no parameter that can be masked; are there names in params?")
-        found.update(places)
-    return found
-
-
 def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """As the constructor with these ``options`` completes a param group."""
     found = dict(group)
     rules.complete(found, "a param group", options)
     return {**rules.of(found).defaults, **(options if rules.of(found) is rules.default else {}), **found}
-
-
-def _flow(plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, num_zero_copy: int, alone: bool) -> Flow:
-    layout = plan.layout
-    shard = layout.shard_numel * wire.itemsize
-    flat = layout.world_size * _slice_numel(plan) * wire.itemsize - layout.end_of(num_zero_copy) * wire.itemsize
-    zero_copy = sum(layout.numels[:num_zero_copy]) * grads.itemsize
-    return Flow(
-        local=sum(layout.numels) * grads.itemsize,
-        flat=flat,
-        zero_copy=zero_copy,
-        received=0,
-        shard=flat + zero_copy if alone else shard,  # alone, gradients are the mean
-        whole=(sum(layout.numels) if alone else layout.numel) * grads.itemsize,
-        kept=shard if torch.promote_types(grads, wire) != grads else 0,
-        last=max(layout.numels[num_zero_copy:], default=0) * grads.itemsize,
-    )
-
-
-def _slice_numel(plan: BucketPlan) -> int:
-    return plan.layout.shard_numel + plan.layout.trailer_numel
-
-
-def _received(plan: BucketPlan, wire: torch.dtype, backend: str, num_far: int) -> int:
-    """Over gloo a slice from each rank that has to send one; else one slice, which has their sum.
-
-    ``num_far``: ranks whose gradients can't be read.
-    """
-    return (num_far if backend == "gloo" else 1) * _slice_numel(plan) * wire.itemsize
-
-
-def _on_mesh(plan: BucketPlan, wire: torch.dtype, backend: str, shape: tuple[int, int], near: int) -> tuple[int, int]:
-    """What is received on the shard axis; and while it is reduced the sum of that, what is received on the other, its
-    sum.
-
-    Sums are float32, and once more where they are rounded to ``wire``: see csrc/grads/two_level.cpp. ``near``: how many
-    ranks can read each other's memory.
-    """
-    replicate, shard = shape
-    wide = torch.promote_types(wire, torch.float32)
-    inner = _received(plan, wire, backend, shard - min(near, shard)) * replicate
-    outer = _received(plan, wide, backend, replicate - max(1, near // shard))
-    sums = (replicate + 1) * _slice_numel(plan) * wide.itemsize
-    rounded = plan.layout.shard_numel * wide.itemsize if wide != wire else 0
-    return inner, outer + sums + rounded
-
-
-def _peak(flows: list[Flow], world_size: int, sharded: bool, on_streams: bool, ahead: int | None) -> int:
-    if world_size == 1:
-        return peak_alone(flows, sharded)
-    if not sharded:
-        return peak_of_whole(flows, stalled=on_streams or ahead != 0)
-    return peak_on_streams(flows) if on_streams else peak_of_sharded(flows, ahead)

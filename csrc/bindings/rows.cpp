@@ -67,15 +67,8 @@ void bind_rows(py::module_& m) {
             const int64_t num_rows = param.size(0);
             const int64_t width = param.size(1);
             const DType dtype = dtype_of(param, "RowFlow", "param");
-            self.add({num_rows,
-                      width,
-                      std::move(of_block),
-                      {std::move(states), std::move(scales), number},
-                      master.value_or(at::Tensor()),
-                      std::move(step),
-                      divisor,
-                      dtype,
-                      false},
+            self.add({num_rows, width, std::move(of_block), RowStates::of(std::move(states), std::move(scales), number),
+                      master.value_or(at::Tensor()), std::move(step), divisor, dtype, false},
                      std::move(param), own.value_or(at::Tensor()));
           },
           py::kw_only(), py::arg("param"), py::arg("number"), py::arg("of_block"), py::arg("states"), py::arg("scales"),

@@ -151,7 +151,7 @@ template <class Rule>
 void update_by_kernel(const typename Rule::Options& options, const RowRule& by, int64_t step, const RowStates& states,
                       const TouchedRows& touched, const int64_t* numbers, void* updated) {
   const int64_t width = touched.width;
-  const StateKind kind = states.kind();
+  const StateKind kind = states.kind;
   const int64_t row_bytes = states.values.empty() ? 0 : width * static_cast<int64_t>(states.values[0].element_size());
   const RandomKey random = random_key(step, states.table);
   const auto limit = static_cast<float>(by.limit);
@@ -196,8 +196,9 @@ RowRule RowRule::named(const std::string& name, std::vector<double> options, dou
   return {rule.kind, std::move(options), scale, limit};
 }
 
-StateKind RowStates::kind() const {
-  return values.empty() ? StateKind::wide : state_kind_of(values[0].scalar_type(), "RowTables", "states");
+RowStates RowStates::of(std::vector<at::Tensor> values, std::vector<at::Tensor> scales, int64_t table) {
+  const auto dtype = values.empty() ? at::kFloat : values[0].scalar_type();
+  return {std::move(values), std::move(scales), table, state_kind_of(dtype, "RowTables", "states")};
 }
 
 void RowStates::check(int64_t num_rows, int64_t width) const {
@@ -205,7 +206,7 @@ void RowStates::check(int64_t num_rows, int64_t width) const {
     ZX_CHECK_DTYPE(each, values[0].scalar_type(), "RowTables", "states");
     check_shape(each, num_rows, width, "states");
   }
-  const size_t expected = kind() == StateKind::blockwise ? values.size() : 0;
+  const size_t expected = kind == StateKind::blockwise ? values.size() : 0;
   ZX_CHECK(scales.size() == expected, "RowTables", "scales", "must be ", expected, " tensors, got ", scales.size());
   for (const at::Tensor& each : scales) check_values(each, num_rows, num_state_blocks(width), "scales");
 }
@@ -222,7 +223,7 @@ void update_rows(const RowRule& by, const RowStates& states, const at::Tensor& s
     auto* const count = step.mutable_data_ptr<int64_t>();
     if (Rule::counts_step(options)) ++*count;
     if constexpr (std::is_same_v<Rule, Adam>) {
-      if (states.kind() == StateKind::wide) return update_by_sparse_adam(options, by, *count, states, touched, updated);
+      if (states.kind == StateKind::wide) return update_by_sparse_adam(options, by, *count, states, touched, updated);
     }
     update_by_kernel<Rule>(options, by, *count, states, touched, numbers, updated);
   });

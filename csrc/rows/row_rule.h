@@ -31,10 +31,12 @@ struct RowStates {
   std::vector<at::Tensor> values;
   std::vector<at::Tensor> scales;
   int64_t table;
+  StateKind kind;
 
+  // At the door: their dtype says of which kind they are. Throws c10::ValueError for one that they can't have.
+  static RowStates of(std::vector<at::Tensor> values, std::vector<at::Tensor> scales, int64_t table);
   // Throws c10::ValueError for states that are not alike, or not of this many rows.
   void check(int64_t num_rows, int64_t width) const;
-  StateKind kind() const;
 };
 
 // `states`: the table's; `touched` has none yet. `numbers`: those of the touched rows in the whole table. `step`,

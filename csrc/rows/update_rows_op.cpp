@@ -12,7 +12,8 @@ void update_rows_(c10::string_view rule, at::Tensor& values, const std::optional
                   const at::Tensor& places, at::ArrayRef<double> options, double scale, double limit) {
   const RuleFacts& facts = rule_named(rule, "update_rows_");
   const TouchedRows touched = check_update_rows(facts, {values, master, grads, states, step, rows, places}, options);
-  update_rows({facts.kind, options.vec(), scale, limit}, {states.vec(), {}, 0}, step, touched, touched.rows, nullptr);
+  update_rows({facts.kind, options.vec(), scale, limit}, RowStates::of(states.vec(), {}, 0), step, touched,
+              touched.rows, nullptr);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from tests.accelerator.fake import machine, on_stream, run_fake_ranks
 from tests.accelerator.sharded import HERE, WAYS, assert_as_in_stage_2, ranks_of_threads, stop_in_step
 from tests.kernels.shards import same_bits
 from zerox import FusedShardedAdam
-from zerox.memory.row_owners import BLOCK_ROWS
+from zerox.plan.plan import BLOCK_ROWS
 from zerox.ranks.group import Ranks
 from zerox.residency import residency as residency_module
 from zerox.rows.device_table import Rows, Table

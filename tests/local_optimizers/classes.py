@@ -238,6 +238,14 @@ class NarrowState(Simple):
         param.sub_(kept.to(param.dtype), alpha=group["lr"])
 
 
+class ByteState(Simple):
+    """Keeps numbers of 8 bits that are no codes."""
+
+    def update(self, param: Tensor, state: Options, group: Options) -> None:
+        count = state.setdefault("count", torch.zeros_like(param, dtype=torch.uint8)).add_(1)
+        param.sub_((param.grad.float() / count.float()).to(param.dtype), alpha=group["lr"])  # type: ignore[union-attr]
+
+
 class NewKey(optim.SGD):
     """Puts an option into its group in each step."""
 
@@ -269,6 +277,7 @@ OWN: dict[str, tuple[Any, Options]] = {
     "Python's numbers": (PythonNumbers, {}),
     "writes gradients": (WritesGradients, {}),
     "narrow state": (NarrowState, {}),
+    "bytes": (ByteState, {}),
     "new key": (NewKey, {"lr": 0.1}),
 }
 

@@ -112,6 +112,44 @@ def test_a_checkpoint_loads_bit_for_bit_at_any_number_of_ranks(saved_by: int, lo
         assert numbers == {2}, "the branch and the unused layer have none"
 
 
+def load_bytes(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """On as many ranks as saved it also from each one's state_dict()."""
+    pair = Pair(rank, world_size, "bytes", torch.float32)
+    zerox.load(Path(folder) / "0", pair.model, pair.ours)
+    full, share = pair.ours.full_state_dict(), pair.ours.state_dict()
+    other = Pair(rank, world_size, "bytes", torch.float32)
+    other.step(7, branch=True)
+    other.ours.load_state_dict(share)
+    assert same_state(shared(other.ours.full_state_dict()), shared(full))
+    assert all(each.state["count"].values.dtype is torch.uint8 for each in other.ours.inside.buckets)
+    return full
+
+
+def test_state_of_bytes_is_not_taken_for_codes(tmp_path: Path) -> None:
+    saved = run_ranks(save, 2, [("bytes", torch.float32)], str(tmp_path))[0][0]
+    for loaded_by in (2, 3):
+        assert same_state(run_ranks(load_bytes, loaded_by, str(tmp_path))[0], saved)
+
+
+@pytest.mark.parametrize(("then", "now"), [(None, None), (None, "auto"), ("auto", None)])
+def test_state_of_float16_parameters_loads_with_and_without_masters(then: Any, now: Any, tmp_path: Path) -> None:
+    def built(master_weights: Any) -> tuple[nn.Module, ShardedOptimizer]:
+        model = nn.Linear(9, 5).half()
+        options: dict[str, Any] = {"momentum": 0.5, "lr": 0.125, "master_weights": master_weights}
+        return model, ShardedOptimizer(model.parameters(), torch.optim.SGD, **options)
+
+    model, optimizer = built(then)
+    model(torch.full((2, 9), 0.5, dtype=torch.float16)).sum().backward()
+    optimizer.step()
+    zerox.save(tmp_path / "x", model, optimizer)
+    other, loaded = built(now)
+    zerox.load(tmp_path / "x", other, loaded)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        kept = [each.full_state(param)["momentum_buffer"] for each, param in ((optimizer, one), (loaded, two))]
+        assert torch.equal(*kept)
+        assert bool(kept[0].any())
+
+
 def whole(rank: int, world_size: int, kinds: list[Kind]) -> None:
     """full_state_dict() to torch and back, and state_dict() at the same number of ranks."""
     for name, dtype in kinds:

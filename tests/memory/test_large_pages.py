@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import zerox
-from zerox.memory.pages import LINE_BYTES, PERIOD_BYTES, SPACED_BYTES, STEP_BYTES, storage_bytes, zeros
+from zerox.memory.pages import LINE_BYTES, STEP_BYTES, zeros
+from zerox.plan.kept import PERIOD_BYTES, SPACED_BYTES, storage_bytes
 
 CPU = torch.device("cpu")
 LARGE = SPACED_BYTES // 4 + 1000  # elements of fp32

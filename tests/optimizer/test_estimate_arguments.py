@@ -91,6 +91,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "stage": {"stage": 1},
     "gradient_divisor": {"gradient_divisor": "8"},
     "betas of another rule": {"rule": "lion", "betas": (2.0, 0.9)},
+    "a table of one dimension": {"sparse": True, "weight_decay": 0.0},
 }
 
 

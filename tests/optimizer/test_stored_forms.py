@@ -20,7 +20,7 @@ SPECS = {spec.key: spec for spec in ADAM.states}
 
 
 def coded(name: str, numel: int = NUMEL) -> Stored:
-    return Stored(SPECS[name], torch.empty(numel, dtype=torch.uint8), torch.empty(-(-numel // 256)))
+    return Stored.given(SPECS[name], torch.empty(numel, dtype=torch.uint8), torch.empty(-(-numel // 256)))
 
 
 def moments(name: str, numel: int = NUMEL) -> Tensor:
@@ -40,7 +40,7 @@ def test_the_maps_are_the_kernels_own() -> None:
 def test_eight_bits_are_coded_and_decoded_as_by_the_kernels(name: str) -> None:
     wide, signed = moments(name), name == "exp_avg"
     own = coded(name)
-    assert convert_(own, Stored(SPECS[name], wide))
+    assert convert_(own, Stored.given(SPECS[name], wide))
     expected, expected_scales = stored.encode(wide, signed)
     assert same_bits(own.values, expected)
     assert same_bits(own.scales, expected_scales)
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_not_finite_in_eight_bits() -> None:
     wide = moments("exp_avg")
     wide[300] = torch.nan
     own = coded("exp_avg")
-    convert_(own, Stored(own.spec, wide))
+    convert_(own, Stored.given(own.spec, wide))
     assert own.scales.isnan().tolist() == [False, True, False]
 
 
@@ -64,7 +64,7 @@ def test_a_block_of_subnormals_is_zero_as_by_the_kernels(name: str) -> None:
     wide = torch.full((300,), 1e-39)
     wide[256:] = 1e-37
     own = coded(name, 300)
-    convert_(own, Stored(own.spec, wide))
+    convert_(own, Stored.given(own.spec, wide))
     for ours, theirs in zip((own.values, own.scales), stored.encode(wide, name == "exp_avg"), strict=True):
         assert same_bits(ours, theirs)
     assert (decode(own) > 0).tolist() == [False] * 256 + [True] * 44
@@ -75,10 +75,10 @@ FORMS = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
 @pytest.mark.parametrize(("given", "own"), list(itertools.product(FORMS, FORMS)), ids=str)
 def test_rounding_is_told_where_it_can_happen_and_nowhere_else(given: torch.dtype, own: torch.dtype) -> None:
-    wide = Stored(SPECS["exp_avg"], moments("exp_avg"))
+    wide = Stored.given(SPECS["exp_avg"], moments("exp_avg"))
 
     def in_form(dtype: torch.dtype) -> Stored:
-        return coded("exp_avg") if dtype is torch.uint8 else Stored(wide.spec, torch.empty(NUMEL, dtype=dtype))
+        return coded("exp_avg") if dtype is torch.uint8 else Stored.given(wide.spec, torch.empty(NUMEL, dtype=dtype))
 
     then, now = in_form(given), in_form(own)
     convert_(then, wide)

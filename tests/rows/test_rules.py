@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.rows.tables import ROWS, WIDTH
 from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD
 from zerox.checkpoint.convert import convert_file
-from zerox.memory.row_owners import BLOCK_ROWS
+from zerox.plan.plan import BLOCK_ROWS
 
 RULES: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.3},

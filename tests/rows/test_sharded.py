@@ -22,7 +22,7 @@ from tests.residency.rig import WAYS, residents, run_by_way
 from tests.rows.tables import NARROW, WIDE, Model, backward, build, ids_of, numbered
 from zerox import FusedShardedAdam
 from zerox._C import ResidentCounts
-from zerox.memory.row_owners import BLOCK_ROWS, most_rows
+from zerox.plan.plan import BLOCK_ROWS, most_rows
 
 ROWS, WIDTH = WIDE
 ROW, PAGE = 4 * WIDTH, 4096

@@ -14,7 +14,8 @@ from tests.ranks import run_ranks
 from tests.rows.tables import NARROW, Model, Twin, backward, build, ids_of
 from zerox import FusedShardedAdam, sparse_params
 from zerox.memory.grad_dtype import grad_dtype_of
-from zerox.memory.row_owners import BLOCK_ROWS, RowOwners
+from zerox.memory.row_owners import RowOwners
+from zerox.plan.plan import BLOCK_ROWS
 
 SPLIT = 3  # the step at which a training is saved
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerox.checkpoint.convert import convert_file
 from zerox.memory.forms import convert_, decode, master_of
 from zerox.memory.row_owners import CPU
 from zerox.memory.stored import Stored
+from zerox.options import STATE_FORMS
 from zerox.rules.known import KNOWN
 
 KINDS: dict[str, Any] = {"8 bits": "8bit", "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -64,7 +66,7 @@ def row_by_row(stored: Stored) -> Tensor:
     """Each row as a dense parameter is decoded."""
     scales = [None] * len(stored.values) if stored.scales is None else list(stored.scales)
     rows = zip(stored.values, scales, strict=True)
-    return torch.stack([decode(Stored(stored.spec, values, of_row)).float() for values, of_row in rows])
+    return torch.stack([decode(replace(stored, values=values, scales=of_row)).float() for values, of_row in rows])
 
 
 class RowTwin:
@@ -77,8 +79,8 @@ class RowTwin:
         self.rule = KNOWN[rule]
         self.group = group
         self.step = torch.zeros(1, dtype=torch.int64)
-        dtype = torch.uint8 if kind == "8 bits" else KINDS[kind]
-        self.state = [Stored.of_rows(spec, dtype, *table.shape, CPU) for spec in self.rule.wanted([group])]
+        form = STATE_FORMS[KINDS[kind]]
+        self.state = [Stored.of_rows(spec, form, *table.shape, CPU) for spec in self.rule.wanted([group])]
 
     def update(self, grad: Tensor, touched: Tensor) -> None:
         """SparseAdam's eps is added to a root that is not corrected: the dense rule's is another in each step."""
@@ -235,11 +237,10 @@ def test_a_checkpoint_is_converted_to_another_form_and_says_so_if_that_rounds(
     for number, state in saved.items():
         for spec in KNOWN["adam"].wanted([KNOWN["adam"].defaults]):
             wide = state[spec.key]
-            dtype = torch.uint8 if will_be == "8 bits" else KINDS[will_be]
-            own = Stored.of_rows(spec, dtype, *wide.shape, CPU)
+            own = Stored.of_rows(spec, STATE_FORMS[KINDS[will_be]], *wide.shape, CPU)
             for row in range(len(wide)):  # one by one
                 of_row = None if own.scales is None else own.scales[row]
-                convert_(Stored(spec, own.values[row], of_row), Stored(spec, wide[row]))
+                convert_(replace(own, values=own.values[row], scales=of_row), Stored.given(spec, wide[row]))
             assert_equal(loaded[number][spec.key], row_by_row(own))
 
 

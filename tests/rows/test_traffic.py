@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.memory.row_owners import BLOCK_ROWS
+from zerox.plan.plan import BLOCK_ROWS
 
 ROWS, WIDTH = 1000, 7
 NUMBER = VALUE = 4  # bytes

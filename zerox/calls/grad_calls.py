@@ -26,8 +26,8 @@ from zerox.grads.grad_scale import Divisor, GradScale, Norm
 from zerox.grads.grads import Grads
 from zerox.grads.norm import check_finite, clip_coefficient, norm_of, order_of, total_limbs
 from zerox.memory.bucket import Bucket, Member
-from zerox.memory.row_table import StoredAs
 from zerox.params.unwrapped_params import OwnParams
+from zerox.plan.plan import TablePlan
 from zerox.rows.row_refusals import zero_grads
 from zerox.rows.rows import Rows
 from zerox.rules.of_groups import Rules
@@ -133,19 +133,17 @@ class GradCalls:
 
     def take_tables(
         self,
-        members: Sequence[Member],
+        planned: Sequence[tuple[Member, TablePlan]],
         groups: Sequence[Mapping[str, Any]],
         rules: Rules,
-        stored_as: StoredAs,
         divisors: Sequence[Divisor],
-    ) -> list[Member]:
-        """Returns the members that are none. Collective."""
-        others = self.row_grads.take(members, groups, rules, stored_as, divisors)
+    ) -> None:
+        """Collective."""
+        self.row_grads.take(planned, groups, rules, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
         if self.row_grads.each:  # on all ranks, who say as much from now on
             self.grads.manager.synchronizer.set_piggyback(self.row_grads.piggyback)
-        return others
 
     @staticmethod
     def clip_arguments(max_norm: float, norm_type: float, error_if_nonfinite: bool, asked: Asked) -> list[float]:

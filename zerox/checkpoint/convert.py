@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,15 @@ def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int]
     found |= {what: value for what, value in saved.items() if what not in WHATS}
     for spec in SPECS.values():
         if spec.key in saved:
-            values, scales = saved[spec.key], saved.get(spec.key + SCALE)
+            stored = Stored.given(spec, saved[spec.key], saved.get(spec.key + SCALE))
+            values, scales = stored.values, stored.scales
             if scales is not None and scales.dim() == 2:  # a table's, by rows
-                values = decode(Stored(spec, values, scales))
+                values = decode(stored)
             elif scales is not None:
                 dims = complete_order(order, values.dim())
-                coded = Stored(spec, values.permute(dims).reshape(-1), scales)
-                in_order = decode(coded).view([values.shape[dim] for dim in dims])
+                in_order = decode(replace(stored, values=values.permute(dims).reshape(-1))).view(
+                    [values.shape[dim] for dim in dims]
+                )
                 values = in_order.permute([dims.index(dim) for dim in range(len(dims))])
             found[spec.key] = values.contiguous() if values.dtype is torch.float64 else values.float().contiguous()
     if MASK.key in saved:

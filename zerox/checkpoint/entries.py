@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerox.checkpoint.names import OPTIMIZER
+from zerox.checkpoint.names import key_of
 from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
@@ -23,7 +23,7 @@ def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTens
         for member, state in whole_form(bucket):
             for what, tensor in state.items():
                 if tensor.own.numel() and _is_its_own(optimizer, bucket, member, what):
-                    found[f"{OPTIMIZER}{names[member.number]}.{what}"] = tensor
+                    found[key_of(names[member.number], what)] = tensor
     return found
 
 

@@ -17,6 +17,7 @@ from zerox.checkpoint.manifest import CheckpointError, some
 from zerox.checkpoint.masks import SPARSITY
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.reader import load_file
+from zerox.memory.stored import form_of
 from zerox.rules.known import KNOWN, rules_of
 from zerox.rules.of_groups import RULE
 from zerox.rules.rule import MASK, MASTER, Rule
@@ -120,7 +121,7 @@ def _check_state(
         rule = rules[number]
         needed = [STEP] * rule.keeps_step + [spec.key for spec in rule.states if not spec.when]
         known = [STEP, *(spec.key for spec in rule.states), MASTER.key, MASK.key]
-        if coded := [what for what, value in own.items() if isinstance(value, Tensor) and value.dtype is torch.uint8]:
+        if coded := [what for what, value in own.items() if isinstance(value, Tensor) and _is_coded(value)]:
             raise CheckpointError(
                 f"{source}: {coded[0]} of '{names[number]}' is of 8 bits, as zerox's state_dict() has it: save "
                 "optimizer.full_state_dict() instead, or call zerox.save() where the optimizer is"
@@ -135,6 +136,10 @@ def _check_state(
                 continue  # as torch.optim.SGD has its momentum before the first step
             if not isinstance(value, (Tensor, int, float)) or (what != STEP and not isinstance(value, Tensor)):
                 raise CheckpointError(f"{source}: {what} of '{names[number]}' is a {type(value).__name__}")
+
+
+def _is_coded(value: Tensor) -> bool:
+    return form_of(None, value.dtype).scaled
 
 
 def _names_of(source: Path, weights: Mapping[str, Any], state: Mapping[str, Any]) -> dict[int, str]:

@@ -22,6 +22,11 @@ COMPILED = "_orig_mod."  # torch.compile() puts it into names
 EXTRA_STATE = "_extra_state"
 
 
+def key_of(name: str, what: str) -> str:
+    """Of a part of a parameter's state."""
+    return f"{OPTIMIZER}{name}.{what}"
+
+
 def naming_in(model: nn.Module) -> Callable[[str], str]:
     """What a checkpoint calls what the model does: without what torch.compile() and wrappers put into names."""
     wrappers = [f"{path}." * bool(path) for path, each in model.named_modules() if isinstance(each, OfTorch)]

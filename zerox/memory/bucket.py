@@ -18,7 +18,7 @@ from zerox.memory.stored import Stored
 from zerox.model_names import quote
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.cut import Cut
-from zerox.plan.form import BLOCK_NUMEL
+from zerox.plan.form import BLOCK_NUMEL, BOOL
 from zerox.plan.layout import Layout, Segment
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cut_of, cuts_of, is_dtensor, local_of
@@ -148,7 +148,7 @@ def rooms(plans: Sequence[BucketPlan], members: Sequence[Member]) -> Iterator[tu
     """Name and bytes of the buckets of these plans."""
     for index, plan in enumerate(plans):
         inside = [members[i] for i in plan.params]
-        yield describe(index, inside), plan.layout.numel * inside[0].param.element_size()
+        yield describe(index, inside), plan.nbytes
 
 
 def segment_table(segments: Sequence[Segment], members: Sequence[Member]) -> Tensor:
@@ -232,7 +232,8 @@ class Bucket:
 
     def keep(self, spec: StateSpec) -> None:
         """Begins to keep this too, in the order of the rule's specs: all ranks gather state in one order."""
-        made = Stored.zeros(self.rule, spec, self.plan.state_form, self.plan.layout.shard_numel, self.device)
+        how = self.rule.kept(spec, self.plan.state_form)
+        made = Stored.zeros(spec, how, self.plan.layout.shard_numel, self.device)
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
         self.state = {key: kept[key] for key in order if key in kept}
@@ -243,7 +244,7 @@ class Bucket:
 
     def shown_state(self) -> list[Stored]:
         """The state of elements, with the mask as bools: a copy."""
-        mask = [] if self.mask is None else [Stored(MASK, self.mask.kept())]
+        mask = [] if self.mask is None else [Stored(MASK, BOOL, self.mask.kept())]
         return [*self.state.values(), *mask]
 
     def take_mask(self, mask: Mask) -> None:

@@ -23,8 +23,9 @@ HALF = 2**15  # of a bfloat16's last place, in units of float32's last place
 
 def decode(stored: Stored) -> Tensor:
     """The values of 8-bit codes, float32 (csrc/math/dynamic_map.h); other values as they are."""
-    if stored.scales is None:
+    if not stored.form.scaled:
         return stored.values
+    assert stored.scales is not None
     return decode_with(stored.spec, stored.values, _spread(stored.scales, stored.values.shape[-1]))
 
 
@@ -35,13 +36,13 @@ def decode_with(spec: StateSpec, codes: Tensor, scales: Tensor) -> Tensor:
 
 def convert_(own: Stored, given: Stored) -> bool:
     """Copies ``given`` into ``own``, converted to its form; returns whether that rounded."""
-    if given.values.dtype == own.values.dtype:
+    if given.form == own.form:
         own.values.copy_(given.values)
         if own.scales is not None and given.scales is not None:
             own.scales.copy_(given.scales)
         return False
     wide = decode(given)
-    if own.scales is not None:
+    if own.form.scaled:
         _encode(wide.to(torch.float32), own)
     else:
         own.values.copy_(wide)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zerox.plan.kept import mask_bytes
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters that can be masked
-PADDING = 4  # bytes behind the last bit: kMaskPadding in csrc/math/kept_bits.h
 
 
 class Mask:
@@ -50,7 +51,7 @@ class Mask:
             if start % 8:
                 self._parts[start, numel] = pack_bits(self.kept(start, start + numel))
             else:
-                self._parts[start, numel] = self.bits[start // 8 :][: -(-numel // 8) + PADDING]
+                self._parts[start, numel] = self.bits[start // 8 :][: mask_bytes(numel)]
         return self._parts[start, numel]
 
 
@@ -61,13 +62,9 @@ def stands_for(glob: str, name: str, param: Tensor) -> bool:
     return name == glob or (param.dim() > 1 and fnmatchcase(name, glob))
 
 
-def num_bytes_of(numel: int) -> int:
-    return -(-numel // 8) + PADDING
-
-
 def pack_bits(kept: Tensor) -> Tensor:
-    """uint8 ``[ceil(n / 8) + PADDING]``: element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
-    num_bytes = num_bytes_of(kept.numel())
+    """uint8 ``[ceil(n / 8) + MASK_PADDING]``: element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
+    num_bytes = mask_bytes(kept.numel())
     bits = functional.pad(kept.to(torch.uint8), (0, 8 * num_bytes - kept.numel())).view(-1, 8)
     return (bits << _places(kept)).sum(1, dtype=torch.uint8)
 

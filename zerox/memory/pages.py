@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
+from zerox.plan.kept import PERIOD_BYTES, storage_bytes
 
 PAGED_BYTES = 4 << 20  # a smaller array is not worth pages of 2 MiB
-SPACED_BYTES = 16 << 20  # a smaller array is not worth the spacing
-PERIOD_BYTES = 64 << 10
 STEP_BYTES = 8 << 10
 LINE_BYTES = 64
 
@@ -32,9 +31,3 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) 
         return made
     start = (place * STEP_BYTES + LINE_BYTES - made.data_ptr()) % PERIOD_BYTES // dtype.itemsize
     return made[start : start + numel]
-
-
-def storage_bytes(numel: int, itemsize: int, on_host: bool, place: int) -> int:
-    """The bytes that :func:`zeros` allocates."""
-    nbytes = numel * itemsize
-    return nbytes + (PERIOD_BYTES if on_host and place and nbytes >= SPACED_BYTES else 0)

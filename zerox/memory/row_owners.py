@@ -9,16 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 64
+from zerox.plan.plan import BLOCK_ROWS
+
 CPU = torch.device("cpu")
 SEED = 0x9E3779B97F4A7C15
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # splitmix64's
-
-
-def most_rows(num_rows: int, world_size: int) -> int:
-    """That a rank owns of a table: so many, or fewer."""
-    num_blocks = -(-num_rows // BLOCK_ROWS)
-    return min(num_rows, -(-num_blocks // world_size) * BLOCK_ROWS)
 
 
 class RowOwners:

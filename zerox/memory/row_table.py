@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,15 @@ from zerox.memory.forms import decode, master_of
 from zerox.memory.grad_dtype import NARROW
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.stored import Stored
-from zerox.plan.form import Form
+from zerox.model_names import quote
+from zerox.plan.plan import TablePlan
 from zerox.ranks.dtensors import is_dtensor
 from zerox.rules.known import KNOWN
-from zerox.rules.rule import MASTER, REMAINDER, STEP, Rule, StateSpec
+from zerox.rules.rule import MASTER, REMAINDER, STEP, Rule
 
 SPARSE = "sparse"  # the option of a param group that says so
 MOST_ROWS = 2**31 - 2**6  # rows travel with 32-bit numbers
 TABLE_DTYPES = (torch.float32, *NARROW)
-
-
-class StoredAs(Protocol):
-    """Which forms what is kept of parameters has: of the constructor's options."""
-
-    def masters(self, param_dtype: torch.dtype) -> list[StateSpec]: ...
-
-    def state_form(self, param: Tensor) -> Form: ...
 
 
 class RowTable:
@@ -40,31 +33,23 @@ class RowTable:
     are None, and every rank has all of it."""
 
     def __init__(
-        self,
-        member: Member,
-        owners: RowOwners,
-        rank: int,
-        rule: Rule,
-        group: Mapping[str, Any],
-        stored_as: StoredAs,
-        is_sharded: bool,
+        self, member: Member, plan: TablePlan, owners: RowOwners, rank: int, rule: Rule, is_sharded: bool
     ) -> None:
-        """``group``: its param group."""
         self.member = member
         self.owners = owners
         self.rule = rule
         self.own_rows = owners.rows_of(rank)
         shape = (self.own_rows.numel(), member.param.shape[1])
         device = member.param.device
-        dtype = getattr(torch, stored_as.state_form(member.param).dtype)
-        self.state = {spec.key: Stored.of_rows(spec, dtype, *shape, device) for spec in rule.wanted_states([group])}
+        kept = {each.key: Stored.of_rows(rule.spec_of(each.key), each.form, *shape, device) for each in plan.kept}
+        masters = [kept.pop(each.key) for each in plan.kept if each.is_master]
+        self.state = kept
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
         self.home: Tensor | None = None
-        self.master: Stored | None = None
-        for spec in stored_as.masters(member.param.dtype):
-            first = self.own_values.float() if spec == MASTER else torch.zeros(shape, dtype=torch.int16, device=device)
-            self.master = Stored(spec, first)
+        self.master = masters[0] if masters else None
+        if self.master is not None and self.master.spec == MASTER:
+            self.master.values.copy_(self.own_values)
 
     @property
     def is_at_home(self) -> bool:
@@ -142,15 +127,14 @@ def sparse_params(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]], shards_tables: bool) -> None:
-    """ValueError naming the first parameter of a sparse group that is no table. ``shards_tables``: in stage 3, of
-    several ranks."""
-    for member in members:
-        if is_sparse(groups[member.group]) and (why := _unfit(member.param, shards_tables)):
-            raise ValueError(f"zerox: parameter {member.quoted} of a param group with sparse=True {why}")
+def check_tables(named: Iterable[tuple[str, Tensor, Mapping[str, Any]]]) -> None:
+    """ValueError naming the first parameter that is no table, and is in a sparse group: of (name, parameter, group)."""
+    for name, param, group in named:
+        if is_sparse(group) and (why := _unfit(param)):
+            raise ValueError(f"zerox: parameter {quote(name, param)} of a param group with sparse=True {why}")
 
 
-def _unfit(param: Tensor, shards_tables: bool) -> str:
+def _unfit(param: Tensor) -> str:
     if is_dtensor(param):
         return "is a DTensor: tables are plain tensors, whole on every rank"
     if param.dtype not in TABLE_DTYPES:

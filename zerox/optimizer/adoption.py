@@ -9,13 +9,11 @@ from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, FrozenBucket, Member, rooms
 from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
-from zerox.optimizer.bucket_plans import plan_trained
 from zerox.optimizer.core import Core
+from zerox.optimizer.planning import Around, plan_members, subgroups_in_order
 from zerox.optimizer.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
-from zerox.options import Planned
-from zerox.plan.buckets import BucketPlan
+from zerox.plan.plan import Plan
 from zerox.ranks.holders import note_held
-from zerox.ranks.subgroups import Subgroup
 from zerox.ranks.wrapped import decisions
 from zerox.rows.row_refusals import check_rows
 
@@ -66,48 +64,56 @@ class Adoption:
     def _take_over(self, members: Sequence[Member]) -> None:
         core, groups = self.core, self.core.groups.param_groups
         trained = [member for member in members if member.param.requires_grad]
-        still = [member for member in members if not member.param.requires_grad]
         adopted = {id(member.param) for member in trained}
         note_held(core.groups.optimizer, [m.param for m in members])
         known = {id(member.param): member for member in (*core.frozen, *members)}
         core.groups.frozen = [member for number, member in known.items() if number not in adopted]
         divisors = core.groups.divisors()
-        dense = core.calls.take_tables(trained, groups, core.rules, core.options, divisors)
-        plans = plan_trained(core.options, core.rules, core.grads.subgroups, core.grads.model, groups, dense)
-        frozen = self._take_still(still, [*rooms([plan for plan, _ in plans], dense)])
+        plan = self._plan(members)
+        core.calls.take_tables([(members[table.place], table) for table in plan.tables], groups, core.rules, divisors)
+        frozen = self._take_still(plan, members)
         self.widened.take(member.param for member in trained)
-        made = list(self._make_buckets(plans, dense))
+        made = list(self._make_buckets(plan, members))
         core.calls.scale.of_groups = divisors
         core.grads.let_decide(decisions())
         core.gather.add_buckets(made, frozen, core.tables)
-        if plans and core.overlap is not None:
+        if made and core.overlap is not None:
             core.overlap.learn_buckets()
         tables = [table for table in core.tables if id(table.param) in adopted]
         core.loading.take_adopted([bucket for _, bucket in made], tables)
 
-    def _take_still(self, still: Sequence[Member], added: Sequence[tuple[str, int]]) -> list[FrozenBucket]:
-        """Parameters that are not trained get their ranks' first values. ``added``: the room that others need."""
+    def _plan(self, members: Sequence[Member]) -> Plan:
+        core, subgroups = self.core, self.core.grads.subgroups
+        sizes = [subgroup.ranks.size for subgroup in subgroups_in_order(subgroups)]
+        around = Around(core.options, core.rules, subgroups.ranks.backend, sizes, core.gather.shards_params)
+        return plan_members(around, subgroups, core.grads.model, core.groups.param_groups, members)
+
+    def _take_still(self, plan: Plan, members: Sequence[Member]) -> list[FrozenBucket]:
+        """Parameters that are not trained get their ranks' first values, once there is room for all buckets."""
         core, subgroups, model = self.core, self.core.grads.subgroups, self.core.grads.model
-        shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if core.gather.shards_params]
-        plans = core.options.plan(shared_out, subgroups.ranks.backend, subgroups.ranks.size)
-        core.gather.check_room([*added, *rooms(plans, still), *core.calls.row_grads.rooms()])
-        frozen = core.gather.take_frozen([m for m in still if subgroups.of_group[m.group] is subgroups.all], plans)
+        of_trained = rooms([each.bucket for each in plan.trained], members)
+        core.gather.check_room([*of_trained, *rooms(plan.frozen, members), *core.calls.row_grads.rooms()])
+        still = [member for member in members if not member.param.requires_grad]
+        planned = [(each, [members[place] for place in each.params]) for each in plan.frozen]
+        frozen = core.gather.take_frozen([m for m in still if subgroups.of_group[m.group] is subgroups.all], planned)
         for member in still:
             subgroups.of_group[member.group].broadcast_own(member.local, f"parameter '{member.name}'")
             model.broadcast_values(member.local, model.replicated_over(member.param))
         return frozen
 
-    def _make_buckets(
-        self, plans: Sequence[tuple[BucketPlan, Subgroup]], trained: Sequence[Member]
-    ) -> Iterator[tuple[int, Bucket]]:
+    def _make_buckets(self, plan: Plan, members: Sequence[Member]) -> Iterator[tuple[int, Bucket]]:
         """Buckets with their values, each with its index."""
         core, groups, model = self.core, self.core.groups.param_groups, self.core.grads.model
-        for plan, subgroup in plans:
-            inside = [trained[i] for i in plan.params]
-            of_inside = [groups[m.group] for m in inside]
-            rule, divisor = core.rules.of(of_inside[0]), core.options.divisor_of(of_inside[0])
-            specs = [*rule.wanted_states(of_inside), *core.options.masters(inside[0].param.dtype)]
-            bucket = Bucket(plan, inside, subgroup.rank, rule, specs, core.gather.make_buffer)
+        subgroups = subgroups_in_order(core.grads.subgroups)
+        for each in plan.trained:
+            inside, subgroup, divisor = (
+                [members[place] for place in each.bucket.params],
+                subgroups[each.subgroup],
+                each.divisor,
+            )
+            rule = core.rules.of(groups[inside[0].group])
+            specs = [rule.spec_of(kept.key) for kept in each.kept]
+            bucket = Bucket(each.bucket, inside, subgroup.rank, rule, specs, core.gather.make_buffer)
             subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
             model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
             give_out(bucket.buffer.slots())

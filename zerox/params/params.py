@@ -37,8 +37,11 @@ class ParamGather:
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:
         return FlatBuffer(params, layout)
 
-    def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
-        """Parameters that are not trained get rank 0's values, and buckets where they are sharded. Collective."""
+    def take_frozen(
+        self, members: Sequence[Member], planned: Sequence[tuple[BucketPlan, Sequence[Member]]]
+    ) -> list[FrozenBucket]:
+        """Parameters that are not trained get rank 0's values: where they are sharded, in ``planned`` buckets.
+        Collective."""
         for member in members:
             self.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
         return []

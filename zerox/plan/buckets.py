@@ -58,9 +58,15 @@ class BucketPlan:
 
     params: tuple[int, ...]
     dtype: str
+    itemsize: int
     layout: Layout
     state_form: Form = FLOAT32
     num_zero_copy: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parameters, padding too."""
+        return self.layout.numel * self.itemsize
 
 
 def default_cap_bytes(backend: str, world_size: int) -> int:
@@ -109,5 +115,5 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
         num_zero_copy = sum(params[i].nbytes >= ZERO_COPY_BYTES for i in bucket)
         if layout.shard_numel * first.itemsize < ZERO_COPY_SLICE_BYTES:
             num_zero_copy = 0
-        plans.append(BucketPlan(tuple(bucket), first.dtype, layout, first.state_form, num_zero_copy))
+        plans.append(BucketPlan(tuple(bucket), first.dtype, first.itemsize, layout, first.state_form, num_zero_copy))
     return plans

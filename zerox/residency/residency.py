@@ -132,10 +132,12 @@ class Residency:
         first = self.ranks.shard_of(self.ranks.rank) // together * together
         return Span(layout.shard_span(first).start, layout.shard_span(first + together - 1).stop)
 
-    def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
+    def take_frozen(
+        self, members: Sequence[Member], planned: Sequence[tuple[BucketPlan, Sequence[Member]]]
+    ) -> list[FrozenBucket]:
         made: list[FrozenBucket] = []
-        for each in plans:
-            bucket = FrozenBucket(each, [members[i] for i in each.params], self.make_buffer)
+        for plan, inside in planned:
+            bucket = FrozenBucket(plan, inside, self.make_buffer)
             self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
             give_out(bucket.buffer.slots())
             bucket.buffer.start()

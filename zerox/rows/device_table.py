@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerox import _torch
 from zerox._C import RowChange
-from zerox.memory.row_owners import BLOCK_ROWS
+from zerox.plan.plan import BLOCK_ROWS
 from zerox.rows.row_gradient import sparse_of
 
 

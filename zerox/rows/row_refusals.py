@@ -26,7 +26,7 @@ def check_rows(groups: Groups, members: Sequence[Member], grads: Grads, shards_t
             check_ranks(
                 where, subgroups.of_group[index] is not subgroups.all, bool(subgroups.ranks.on_mesh), shards_tables
             )
-    check_tables(members, groups, shards_tables)
+    check_tables((member.name, member.param, groups[member.group]) for member in members)
 
 
 def zero_grads(members: Iterable[Member], set_to_none: bool) -> None:

@@ -32,7 +32,8 @@ from zerox.grads.grad_scale import Divisor, GradScale
 from zerox.grads.norm import shard_limbs
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
-from zerox.memory.row_table import RowTable, StoredAs, check_group, is_sparse
+from zerox.memory.row_table import RowTable, check_group
+from zerox.plan.plan import TablePlan
 from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
@@ -92,24 +93,21 @@ class Rows:
         return any(self.flow.reduced)
 
     def take(
-        self, members: Sequence[Member], groups: Groups, rules: Rules, stored_as: StoredAs, divisors: Sequence[Divisor]
-    ) -> list[Member]:
-        """Makes tables of those in sparse groups, with rank 0's values. Returns the others. Collective."""
-        for member in members:
-            group = groups[member.group]
-            if is_sparse(group):
-                param = member.param
-                if self.shards_tables and C.has_own_storage(param):  # it was frozen, in a bucket that is sharded
-                    param.data = param.detach().clone()
-                self.ranks.broadcast_values(param, f"parameter '{member.name}'")
-                self.model.broadcast_values(param, self.model.replicated_over(param))
-                owners = RowOwners(param.shape[0], self.ranks.size, member.number)
-                rule = rules.of(group)
-                table = RowTable(member, owners, self.ranks.rank, rule, group, stored_as, self.shards_tables)
-                divisor = divisors[member.group]
-                self.flow.add(**table.for_flow(self.ranks.size if divisor is None else divisor))
-                self.each.append(TableGrad(table, divisor))
-        return [member for member in members if not is_sparse(groups[member.group])]
+        self, planned: Sequence[tuple[Member, TablePlan]], groups: Groups, rules: Rules, divisors: Sequence[Divisor]
+    ) -> None:
+        """Makes tables of these, with rank 0's values. Collective."""
+        for member, plan in planned:
+            param = member.param
+            if self.shards_tables and C.has_own_storage(param):  # it was frozen, in a bucket that is sharded
+                param.data = param.detach().clone()
+            self.ranks.broadcast_values(param, f"parameter '{member.name}'")
+            self.model.broadcast_values(param, self.model.replicated_over(param))
+            owners = RowOwners(plan.num_rows, self.ranks.size, member.number)
+            rule = rules.of(groups[member.group])
+            table = RowTable(member, plan, owners, self.ranks.rank, rule, self.shards_tables)
+            divisor = divisors[member.group]
+            self.flow.add(**table.for_flow(self.ranks.size if divisor is None else divisor))
+            self.each.append(TableGrad(table, divisor))
 
     def tensors(self) -> Iterator[Tensor]:
         """What is kept of gradients: this rank's rows, and the mean of those that it owns."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerox.plan import combinations
 from zerox.plan.form import BOOL, FLOAT32, LOW_16_BITS, Form
+from zerox.plan.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,16 @@ class Rule:
     def wanted_states(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
         """The state of a bucket whose parameters are in these groups."""
         return [spec for spec in self.states if any(self.is_wanted(spec, group) for group in groups)]
+
+    def kept(self, spec: StateSpec, form: Form) -> Kept:
+        """How it is kept. ``form``: if it has none of its own."""
+        if spec in MASTERS:
+            return Kept(spec.key, spec.form or form, 1, is_master=True)
+        return Kept(spec.key, spec.form or form, 2 + self.states.index(spec))
+
+    def spec_of(self, key: str) -> StateSpec:
+        """What is kept under this key."""
+        return next(spec for spec in (*self.states, *MASTERS) if spec.key == key)
 
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
         """State that buckets made before may lack, since an option of the group may have been changed."""

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zerox.memory.stored import SCALE
+from zerox.memory.stored import SCALE, form_of
 from zerox.plan.span import Span
 from zerox.sliced_tensor import SlicedTensor
 
 
 def mark(state: dict[str, Any]) -> dict[str, Any]:
     """One parameter's state, with its codes as slices: views, as they were."""
-    codes = {key: value for key, value in state.items() if key + SCALE in state and is_plain_codes(value)}
+    codes = {key: value for key, value in state.items() if key + SCALE in state and _is_plain_codes(value)}
     return {**state, **{key: _slice_of_all(value) for key, value in codes.items()}}
 
 
@@ -30,8 +29,8 @@ def unmark(state: Any) -> Any:
     return {key: value.whole() if _has_all(value) else value for key, value in state.items()}
 
 
-def is_plain_codes(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, SlicedTensor) and value.dtype is torch.uint8
+def _is_plain_codes(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, SlicedTensor) and form_of(None, value.dtype).scaled
 
 
 def _slice_of_all(value: Tensor) -> SlicedTensor:

@@ -56,7 +56,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
 
 def rounding_of(kept: Stored) -> str:
     """What is said of state that was rounded to this form."""
-    return f"{kept.spec.key} to {'8 bits' if kept.scales is not None else kept.values.dtype}"
+    return f"{kept.spec.key} to {kept.form}"
 
 
 def start_anew(bucket: Bucket, row: int, key: str) -> None:

@@ -12,6 +12,7 @@ from zerox.memory.bucket import Bucket
 from zerox.memory.forms import decode, master_of
 from zerox.memory.one_param import OneParam
 from zerox.memory.stored import Stored
+from zerox.plan.form import FLOAT32, FLOAT64
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import cuts_of, whole_of
 from zerox.ranks.group import CPU, Ranks
@@ -134,10 +135,11 @@ def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
         if stored.spec == MASK:
             yield part
         elif stored.spec == REMAINDER:
-            yield Stored(MASTER, master_of(bucket.params_now()[elements], part.values))
+            yield Stored(MASTER, FLOAT32, master_of(bucket.params_now()[elements], part.values))
         else:
             wide = decode(part)
-            yield Stored(stored.spec, wide.float() if wide.dtype is not torch.float64 else wide)
+            form = FLOAT64 if wide.dtype is torch.float64 else FLOAT32
+            yield Stored(stored.spec, form, wide.to(getattr(torch, form.dtype)))
 
 
 def _assemble(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerox.memory.forms import convert_
 from zerox.memory.row_table import RowTable
-from zerox.memory.stored import SCALE, Stored
+from zerox.memory.stored import SCALE, Stored, form_of
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU, Ranks
@@ -62,7 +62,8 @@ def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[An
             )
         num_rows = table.own_rows.numel() if ROWS_OF in state else table.param.shape[0]
         widths = dict.fromkeys((*table.state, *(spec.key for spec in MASTERS if spec.key in state)), table.width)
-        widths |= {key + SCALE: num_blocks(table.width) for key in table.state if state[key].dtype is torch.uint8}
+        coded = [key for key, own in table.state.items() if form_of(own.spec, state[key].dtype).scaled]
+        widths |= dict.fromkeys((key + SCALE for key in coded), num_blocks(table.width))
         for key, width in widths.items():
             if key not in state:
                 raise ValueError(f"{known} has no {key} beside its codes of 8 bits")
@@ -84,7 +85,7 @@ def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> list[str]
                 kept.zero_()
                 continue
             scales = _own_rows(table, state, key + SCALE) if key + SCALE in state else None
-            rounded |= dict.fromkeys(fill_kept(kept, Stored(kept.spec, _own_rows(table, state, key), scales)))
+            rounded |= dict.fromkeys(fill_kept(kept, Stored.given(kept.spec, _own_rows(table, state, key), scales)))
         masters = [spec.key for spec in MASTERS if state is not None and spec.key in state]
         rounded |= dict.fromkeys(fill_master(table, {key: _own_rows(table, state or {}, key) for key in masters}))
     return list(rounded)
@@ -94,9 +95,7 @@ def fill_kept(kept: Stored, given: Stored) -> list[str]:
     """Copies the same rows of a state in any form. Returns what had to be rounded."""
     device, rounds = kept.values.device, False
     for rows in (slice(start, start + ROWS_A_PIECE) for start in range(0, len(kept.values), ROWS_A_PIECE)):
-        own, other = kept.rows(rows), given.rows(rows)
-        scales = None if other.scales is None else other.scales.to(device)
-        rounds |= convert_(own, Stored(other.spec, other.values.to(device), scales))
+        rounds |= convert_(kept.rows(rows), given.rows(rows).to(device))
     return [rounding_of(kept)] if rounds else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -70,9 +71,10 @@ def is_shown(bucket: Bucket, stored: Stored, slot: int) -> bool:
 def whole_form(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
     """The same in a form in which it is a part of the whole parameter's state: decoded where blocks don't fit."""
     for member, state in sliced_state(bucket):
-        for key in [] if member.keeps_blocks else [key for key in state if key + SCALE in state]:
-            coded = Stored(bucket.state[key].spec, state[key].own, state.pop(key + SCALE).own)
-            state[key] = state[key].fill_with(decode(coded))
+        coded = {key: stored for key, stored in bucket.state.items() if stored.form.scaled and key in state}
+        for key, stored in coded.items() if not member.keeps_blocks else ():
+            own = replace(stored, values=state[key].own, scales=state.pop(key + SCALE).own)
+            state[key] = state[key].fill_with(decode(own))
         yield member, state
 
 

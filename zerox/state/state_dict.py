@@ -13,16 +13,16 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import decode
 from zerox.memory.row_table import SPARSE
-from zerox.memory.stored import SCALE, Stored
+from zerox.memory.stored import SCALE, Stored, form_of
 from zerox.options import DIVISOR, OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
-from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule
+from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule, StateSpec
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.codes import is_plain_codes, mark, unmark
+from zerox.state.codes import mark, unmark
 from zerox.state.fill import fill_row
 from zerox.state.sliced_state import OF_ONE_RANK, STEP, blocks_of
 
@@ -183,6 +183,11 @@ def _known_numels(rule: Rule, member: Member) -> dict[str, int]:
     return found | {spec.key + SCALE: num_blocks(numel) for spec in rule.states}
 
 
+def _specs(rule: Rule) -> dict[str, StateSpec]:
+    """Of what is kept for each element."""
+    return {spec.key: spec for spec in (*rule.states, *MASTERS, MASK)}
+
+
 def _tensor(value: Any) -> Tensor:
     """Some classes keep Python's numbers, as old versions of torch did."""
     if isinstance(value, Tensor):
@@ -191,7 +196,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
-    known = _known_numels(rule, member)
+    known, specs = _known_numels(rule, member), _specs(rule)
     if rule.on_host and (foreign := [key for key, value in state.items() if value is not None and key not in known]):
         raise ValueError(
             f"state of parameter {member.quoted} has {foreign[0]!r}, which {rule.name} does not keep under the options "
@@ -206,7 +211,7 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
         is_part = isinstance(value, SlicedTensor) and value.dim() > 0 and not key.endswith(SCALE)
         if is_part and (value.cut, value.part[0]) != (member.cut, member.local.shape):
             raise ValueError(f"state of parameter {member.quoted} is of another cut: zerox.load() takes any")
-        if key + SCALE not in state and _tensor(state[key]).dtype is torch.uint8:
+        if key in specs and key + SCALE not in state and form_of(specs[key], _tensor(value).dtype).scaled:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
 
 
@@ -229,7 +234,7 @@ def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> d
     """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     rule, member = bucket.rule, bucket.members[slot]
     strides = bucket.buffer.strides[slot]  # the parameter itself may lie anywhere by now
-    found = {}
+    found, specs = {}, _specs(rule)
     numbers = {STEP, *(spec.key for spec in rule.numbers)}
     if cuts_of(member.param):
         state = _cut(rule, member, state)
@@ -238,7 +243,9 @@ def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> d
             scales = key.endswith(SCALE)
             wanted = WHOLE_NUMBER if key in numbers else blocks_of(span) if scales else span
             is_shaped = not scales and key not in numbers
-            found[key] = _part(member, key, _tensor(state[key]), wanted, strides if is_shaped else None)
+            value = _tensor(state[key])
+            is_coded = key in specs and form_of(specs[key], value.dtype).scaled
+            found[key] = _part(member, key, value, wanted, strides if is_shaped else None, is_coded)
     if found and STEP not in found and not rule.keeps_step:
         found[STEP] = torch.ones(1, dtype=torch.int64, device="cpu")
     return found
@@ -253,13 +260,15 @@ def _cut(rule: Rule, member: Member, state: Mapping[str, Any]) -> dict[str, Any]
             whole = value.detach().reshape(member.param.shape)
             if (scales := found.pop(spec.key + SCALE, None)) is not None:
                 codes = whole.as_strided((whole.numel(),), (1,))
-                whole = decode(Stored(spec, codes, scales)).as_strided(whole.shape, whole.stride())
+                whole = decode(Stored.given(spec, codes, scales)).as_strided(whole.shape, whole.stride())
             found[spec.key] = part_of(member.param, whole)
     return found
 
 
-def _part(member: Member, key: str, value: Tensor, span: Span, strides: tuple[int, ...] | None) -> Tensor:
-    """``strides``: of the parameter, if the value has its shape."""
+def _part(
+    member: Member, key: str, value: Tensor, span: Span, strides: tuple[int, ...] | None, is_coded: bool
+) -> Tensor:
+    """``strides``: of the parameter, if the value has its shape. ``is_coded``: in blocks."""
     if isinstance(value, SlicedTensor):
         if span.numel and not (value.start <= span.start and span.stop <= value.span.stop):
             raise ValueError(
@@ -274,7 +283,7 @@ def _part(member: Member, key: str, value: Tensor, span: Span, strides: tuple[in
     if strides is not None:
         value = value.reshape(member.local.shape)
         if value.stride() != strides:
-            if is_plain_codes(value):  # its blocks are of other elements
+            if is_coded:  # its blocks are of other elements
                 raise ValueError(_other_format(member))
             value = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
         value = value.as_strided((value.numel(),), (1,))

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
-from zerox.memory.stored import SCALE, Stored
+from zerox.memory.stored import SCALE, Stored, form_of
 from zerox.plan.span import Span
 from zerox.ranks.subgroups import Subgroups
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
@@ -89,8 +88,8 @@ def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
     if write.values is None:
         return None
     rule = write.place.rule if isinstance(write.place, RowTable) else write.place[0].rule
-    of_rule: list[StateSpec | NumberSpec] = [*rule.states, *rule.numbers]
-    specs = {spec.key: spec for spec in of_rule}
+    states: dict[str, StateSpec] = {spec.key: spec for spec in rule.states}
+    specs: dict[str, StateSpec | NumberSpec] = {**states, **{spec.key: spec for spec in rule.numbers}}
     needed = [
         key
         for key in write.missing
@@ -115,7 +114,7 @@ def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
     given |= {
         key + SCALE: everything[key + SCALE]
         for key, value in list(given.items())
-        if isinstance(value, Tensor) and value.dtype is torch.uint8 and key + SCALE in everything
+        if isinstance(value, Tensor) and key + SCALE in everything and form_of(states.get(key), value.dtype).scaled
     }
     if isinstance(write.place, RowTable):
         return {key: _rows(known, write.place, value, write.shown[key]) for key, value in given.items()}
@@ -214,5 +213,5 @@ def _fill_table(table: RowTable, given: Mapping[str, Any]) -> list[str]:
             table.step.fill_(int(value))
         elif key in table.state:
             kept = table.state[key]
-            rounded += fill_kept(kept, Stored(kept.spec, value, given.get(key + SCALE)))
+            rounded += fill_kept(kept, Stored.given(kept.spec, value, given.get(key + SCALE)))
     return rounded

@@ -1,0 +1,139 @@
+"""The bytes that a plan takes on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from zerox.plan.kept import mask_bytes, storage_bytes
+from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
+from zerox.plan.plan import Plan, TrainedPlan
+from zerox.plan.resident import resident_limit
+from zerox.plan.stage import SHARDED, Stage
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a plan is trained. ``near``: how many ranks can read each other's gradients. ``on_host``: parameters lie in
+    the host's memory. ``mesh``: (replicate, shard), if both are more than one."""
+
+    stage: Stage
+    backend: str
+    world_size: int
+    near: int
+    on_host: bool
+    mesh: tuple[int, int] | None = None
+
+    @property
+    def shards_grads(self) -> bool:
+        return self.stage.grads is SHARDED
+
+    @property
+    def shards_params(self) -> bool:
+        return self.stage.params is SHARDED and self.world_size > 1
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether messages have streams of their own."""
+        return self.backend == "nccl" and self.world_size > 1
+
+
+def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None) -> int:
+    """With what of sharded ones may be whole. ValueError as resident_limit()."""
+    if not site.shards_params:
+        in_buckets = sum(each.nbytes for each in plan.buckets)
+        return plan.loose_bytes + in_buckets + sum(table.nbytes for table in plan.tables)
+    together = site.mesh[0] if site.mesh is not None else 1  # parameters are sharded over the other axis only
+    own = sum(table.most_rows(site.world_size) * table.width * table.itemsize for table in plan.tables)
+    for bucket in plan.buckets:
+        own += storage_bytes(together * bucket.layout.shard_numel, bucket.itemsize, site.on_host, 1)
+    by_rows = plan.tables if site.on_host else ()  # elsewhere lookups give a table memory as a whole
+    whole = [(f"table {plan.names[table.place]}", table.nbytes) for table in plan.tables if not by_rows]
+    whole += [(f"the bucket of {plan.names[each.params[0]]}", each.nbytes) for each in plan.buckets]
+    of_tables = sum(table.nbytes for table in by_rows)
+    limit = resident_limit(whole, resident_mb, of_tables)
+    return plan.loose_bytes + own + int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
+
+
+def state_bytes(plan: Plan, site: Site, masked: Collection[int]) -> tuple[int, int]:
+    """Of masters, and of all else. ``masked``: the places of parameters that have a mask."""
+    masters, others = 0, 0
+    for table in plan.tables:
+        num_rows = table.most_rows(site.world_size)
+        masters += num_rows * sum(kept.row_bytes(table.width) for kept in table.kept if kept.is_master)
+        others += num_rows * sum(kept.row_bytes(table.width) for kept in table.kept if not kept.is_master)
+    for each in plan.trained:
+        numel = each.bucket.layout.shard_numel
+        masters += sum(kept.nbytes(numel, site.on_host) for kept in each.kept if kept.is_master)
+        others += sum(kept.nbytes(numel, site.on_host) for kept in each.kept if not kept.is_master)
+        others += 0 if set(each.bucket.params).isdisjoint(masked) else mask_bytes(numel)
+    return masters, others
+
+
+def flow_of(each: TrainedPlan, site: Site) -> Flow:
+    """A bucket's gradients from backward to the mean."""
+    layout, wire = each.bucket.layout, each.wire
+    num_zero_copy = _num_zero_copy(each, site)
+    shard = layout.shard_numel * wire.itemsize
+    flat = layout.world_size * _slice_bytes(each, wire.itemsize) - layout.end_of(num_zero_copy) * wire.itemsize
+    zero_copy = sum(layout.numels[:num_zero_copy]) * wire.grad_itemsize
+    received, reducing = _received(each, site) if layout.world_size > 1 else (0, 0)
+    is_alone = site.world_size == 1  # then gradients are the mean
+    return Flow(
+        local=sum(layout.numels) * wire.grad_itemsize,
+        flat=flat,
+        zero_copy=zero_copy,
+        received=received,
+        shard=flat + zero_copy if is_alone else shard,
+        whole=(sum(layout.numels) if is_alone else layout.numel) * wire.grad_itemsize,
+        kept=shard if wire.is_wider else 0,
+        last=max(layout.numels[num_zero_copy:], default=0) * wire.grad_itemsize,
+        reducing=reducing,
+    )
+
+
+def peak_of(flows: Sequence[Flow], site: Site, keeps_up: bool) -> int:
+    """Of gradients and their buffers. ``keeps_up``: the wire does with backward."""
+    if site.world_size == 1:
+        return peak_alone(flows, site.shards_grads)
+    if not site.shards_grads:
+        return peak_of_whole(flows, stalled=site.has_streams or not keeps_up)
+    if site.has_streams:
+        return peak_on_streams(flows)
+    return peak_of_sharded(flows, 0 if keeps_up else AHEAD_IF_PACED if site.shards_params else None)
+
+
+def _num_zero_copy(each: TrainedPlan, site: Site) -> int:
+    """Large gradients stay where autograd left them."""
+    divided_alone = each.bucket.layout.world_size == 1 and each.divisor not in (None, 1.0)
+    stay = site.on_host and each.wire.is_grads and not divided_alone and site.mesh is None
+    return each.bucket.num_zero_copy if stay else 0
+
+
+def _slice_bytes(each: TrainedPlan, itemsize: int) -> int:
+    layout = each.bucket.layout
+    return (layout.shard_numel + layout.trailer_numel) * itemsize
+
+
+def _received(each: TrainedPlan, site: Site) -> tuple[int, int]:
+    """What is received; and while it is reduced on a mesh, sums of that, what the other axis brings, and its sum.
+
+    Sums are float32, and once more where they are rounded for the wire: see csrc/grads/two_level.cpp.
+    """
+    wire, size = each.wire, each.bucket.layout.world_size
+    if site.mesh is None:
+        beside = site.near if size == site.world_size else size if site.near == site.world_size else 1
+        return _num_slices(site, size - beside) * _slice_bytes(
+            each, wire.itemsize
+        ), 0  # of a subgroup perhaps none beside
+    replicate, shard = site.mesh
+    sum_bytes = _slice_bytes(each, wire.sum_itemsize)
+    inner = _num_slices(site, shard - min(site.near, shard)) * _slice_bytes(each, wire.itemsize) * replicate
+    outer = _num_slices(site, replicate - max(1, site.near // shard)) * sum_bytes
+    rounded = each.bucket.layout.shard_numel * wire.sum_itemsize if wire.sum_itemsize != wire.itemsize else 0
+    return inner, outer + (replicate + 1) * sum_bytes + rounded
+
+
+def _num_slices(site: Site, num_far: int) -> int:
+    """Over gloo one from each of the ranks whose gradients can't be read; else one, which has all ranks' sum."""
+    return num_far if site.backend == "gloo" else 1
