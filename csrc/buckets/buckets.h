@@ -56,7 +56,7 @@ namespace zx {
 //   SharedStamps                           Publisher                        other ranks         none, they are atomic
 //   Publisher's digests, AddressMap's      optimizer's caller               the same            none
 //     snapshots
-//   a DeviceRoom                           who fetches, releases or reads   the same            DeviceRoom::mutex_
+//   a DeviceRoom, and its RoomStreams      who fetches, releases or reads   the same            DeviceRoom::mutex_
 //   addresses of an accelerator's          DeviceRoom                       readers             addresses()
 //     storages
 //   storages that are to raise             AddressRange                     the same            its storages_mutex_

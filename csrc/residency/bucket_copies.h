@@ -47,7 +47,7 @@ class BucketCopies {
   void make_space(size_t bytes, const char* reader, Locked lock);
   void release(int64_t bucket, Locked lock);
   void release_if_free(int64_t bucket, Locked lock);
-  // More of its memory may be read only again, if nobody writes it.
+  // Its memory may only be read again, unless an operator or whole() still writes it.
   void forbid_writes(int64_t bucket, Locked lock);
 
   // The optimizer is being deleted: a fetch that fails is the last one. Then it is gone, and nothing is released any

@@ -50,93 +50,55 @@ std::shared_ptr<DeviceRoom> DeviceRoom::make(size_t bytes, c10::Stream fetches) 
     const UnseenOn on_fetches(fetches);
     made->memory_.zero_();
   }
-  made->note_arrival();
+  made->streams_.note_arrival();
   made->begin_use();
   return made;
 }
 
 DeviceRoom::DeviceRoom(size_t bytes, c10::Stream fetches)
-    : bytes_(bytes),
-      fetches_(fetches),
-      nowhere_(bytes),
-      address_(nowhere_.data()),
-      arrival_{std::make_shared<c10::Event>(fetches.device_type())} {}
+    : bytes_(bytes), nowhere_(bytes), streams_(fetches), address_(nowhere_.data()) {}
 
 DeviceRoom::~DeviceRoom() {
   try {
     end_use();
-    await_readers();
+    streams_.await_readers();
   } catch (const c10::Error&) {  // the device's runtime may be gone when the process exits
   }
 }
 
 // ---- streams
 
-c10::Stream DeviceRoom::current() const { return internals::current_stream(fetches_.device()); }
-
-c10::Event DeviceRoom::record(c10::Stream stream) const {
-  c10::Event event(fetches_.device_type());
-  event.record(stream);
-  return event;
-}
-
-DeviceRoom::Reader& DeviceRoom::reader(c10::Stream stream) {
-  const auto found =
-      std::find_if(readers_.begin(), readers_.end(), [&](const Reader& each) { return each.stream == stream; });
-  if (found != readers_.end()) return *found;
-  return readers_.emplace_back(Reader{stream, c10::Event(stream.device_type())});
-}
-
 void DeviceRoom::begin_use() {
   const std::lock_guard lock(mutex_);
-  const c10::Stream stream = current();
-  if (std::find(arrival_.waited.begin(), arrival_.waited.end(), stream) != arrival_.waited.end()) return;
-  arrival_.event->block(stream);
-  arrival_.waited.push_back(stream);
+  streams_.begin_read();
 }
 
 void DeviceRoom::end_use() {
   const std::lock_guard lock(mutex_);
-  const c10::Stream stream = current();
-  reader(stream).last.record(stream);
+  streams_.end_read();
 }
 
 void DeviceRoom::record_stream(c10::Stream stream) {
   const std::lock_guard lock(mutex_);
-  reader(stream).is_lasting = true;
-}
-
-// Under the lock: what the fetch stream does next comes after all reads.
-void DeviceRoom::await_readers() {
-  for (Reader& each : readers_) {
-    if (each.is_lasting) each.last.record(each.stream);
-    each.last.block(fetches_);
-  }
-  std::erase_if(readers_, [](const Reader& each) { return !each.is_lasting; });
-}
-
-// Under the lock, if others know the room.
-void DeviceRoom::note_arrival() {
-  arrival_.event = std::make_shared<c10::Event>(record(fetches_));
-  arrival_.waited.clear();
+  streams_.note_lasting(stream);
 }
 
 // ---- memory
 
 void DeviceRoom::release() {
   const std::lock_guard lock(mutex_);
-  await_readers();
-  readers_.clear();
+  streams_.await_readers();
+  streams_.forget_readers();
   move_to(nowhere_.data());
-  const UnseenOn on_fetches(fetches_);
+  const UnseenOn on_fetches(streams_.fetches());
   memory_.reset();
 }
 
 void DeviceRoom::restore() {
   const std::lock_guard lock(mutex_);
   if (memory_.defined()) return;
-  const UnseenOn on_fetches(fetches_);
-  memory_ = at::empty({static_cast<int64_t>(bytes_)}, at::TensorOptions(fetches_.device()).dtype(at::kByte));
+  const UnseenOn on_fetches(streams_.fetches());
+  memory_ = at::empty({static_cast<int64_t>(bytes_)}, at::TensorOptions(streams_.device()).dtype(at::kByte));
   move_to(static_cast<char*>(memory_.mutable_data_ptr()));
 }
 
@@ -146,7 +108,7 @@ void DeviceRoom::move_to(char* address) {
   for (const Lodger& each : lodgers_) {
     const auto storage = each.storage.lock();
     if (storage == nullptr) continue;
-    internals::move_storage(*storage, address + each.offset, &leave, fetches_.device());
+    internals::move_storage(*storage, address + each.offset, &leave, streams_.device());
   }
   std::erase_if(lodgers_, [](const Lodger& each) { return each.storage.expired(); });
 }
@@ -177,8 +139,8 @@ at::Tensor DeviceRoom::lodge(void* address, at::IntArrayRef sizes, at::IntArrayR
   at::Tensor made = at::for_blob(address, sizes)
                         .strides(strides)
                         .context(new std::shared_ptr<DeviceRoom>(shared_from_this()), &leave)
-                        .target_device(fetches_.device())
-                        .options(at::TensorOptions(fetches_.device()).dtype(dtype))
+                        .target_device(streams_.device())
+                        .options(at::TensorOptions(streams_.device()).dtype(dtype))
                         .make_tensor();
   const auto offset = static_cast<size_t>(static_cast<char*>(address) - address_);
   lodgers_.push_back({made.storage().getWeakStorageImpl(), offset});
@@ -202,7 +164,7 @@ at::Tensor DeviceRoom::with_own_storage(const at::Tensor& view) {
 at::Tensor DeviceRoom::pinned(size_t bytes) const {
   const Unseen unseen;
   return at::empty({static_cast<int64_t>(bytes)},
-                   at::TensorOptions().dtype(at::kByte).pinned_memory(fetches_.device().is_cuda()));
+                   at::TensorOptions().dtype(at::kByte).pinned_memory(streams_.device().is_cuda()));
 }
 
 Room::Inbox DeviceRoom::inbox() {
@@ -212,19 +174,19 @@ Room::Inbox DeviceRoom::inbox() {
 
 void DeviceRoom::take_in(const Inbox& inbox, const std::vector<ByteSpan>& spans) {
   const std::lock_guard lock(mutex_);
-  const UnseenOn on_fetches(fetches_);
-  await_readers();
+  const UnseenOn on_fetches(streams_.fetches());
+  streams_.await_readers();
   for (const ByteSpan& each : spans) bytes_in(memory_, each).copy_(bytes_in(inbox.memory, each), /*non_blocking=*/true);
-  note_arrival();
+  streams_.note_arrival();
 }
 
 void DeviceRoom::pull(const at::Tensor& mapped, size_t start) {
   const std::lock_guard lock(mutex_);
-  const UnseenOn on_fetches(fetches_);
-  await_readers();
-  arrival_.follows_pulls = true;  // also if what follows throws
+  const UnseenOn on_fetches(streams_.fetches());
+  streams_.await_readers();
+  streams_.note_pull();  // also if what follows throws
   bytes_in(memory_, {start, start + mapped.nbytes()}).copy_(mapped, /*non_blocking=*/true);
-  note_arrival();
+  streams_.note_arrival();
 }
 
 void DeviceRoom::take_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes) {
@@ -235,52 +197,52 @@ void DeviceRoom::take_rows(const at::Tensor& source, const RowMoves& moves, size
 
 void DeviceRoom::pull_rows(const at::Tensor& mapped, const RowMoves& moves, size_t row_bytes) {
   const std::lock_guard lock(mutex_);
-  arrival_.follows_pulls = true;  // also if what follows throws
+  streams_.note_pull();  // also if what follows throws
   copy_rows(mapped, moves, row_bytes);
 }
 
 // Under the lock.
 void DeviceRoom::copy_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes) {
-  const auto on_device = [this](const at::Tensor& host) { return host.to(fetches_.device(), /*non_blocking=*/true); };
+  const auto on_device = [this](const at::Tensor& host) { return host.to(streams_.device(), /*non_blocking=*/true); };
   const auto indices = [&](const std::vector<int64_t>& rows) {
     const at::Tensor host = pinned(rows.size() * sizeof(int64_t)).view(at::kLong);
     std::memcpy(host.mutable_data_ptr(), rows.data(), host.nbytes());
     return on_device(host);
   };
-  const UnseenOn on_fetches(fetches_);
-  await_readers();
+  const UnseenOn on_fetches(streams_.fetches());
+  streams_.await_readers();
   const at::Tensor from = as_rows(source.is_cpu() ? on_device(source) : source, row_bytes);
   as_rows(memory_, row_bytes).index_copy_(0, indices(moves.to), from.index_select(0, indices(moves.from)));
-  note_arrival();
+  streams_.note_arrival();
 }
 
 void DeviceRoom::await_pulls() {
-  std::shared_ptr<c10::Event> arrival;
+  std::shared_ptr<c10::Event> last;
   {
     const std::lock_guard lock(mutex_);
-    if (!arrival_.follows_pulls) return;
-    arrival = arrival_.event;
+    last = streams_.last_pull();
   }
-  arrival->synchronize();
+  if (last == nullptr) return;
+  last->synchronize();
   const std::lock_guard lock(mutex_);
-  if (arrival_.event == arrival) arrival_.follows_pulls = false;
+  streams_.note_pulled(last);
 }
 
 void DeviceRoom::spoil(const std::vector<BytePiece>& own) {
   const std::lock_guard lock(mutex_);
   if (!memory_.defined()) return;
-  const UnseenOn on_fetches(fetches_);
-  await_readers();
+  const UnseenOn on_fetches(streams_.fetches());
+  streams_.await_readers();
   for (const ByteSpan& each : all_but(own)) bytes_in(memory_, each).fill_(0xff);
-  note_arrival();
+  streams_.note_arrival();
 }
 
 void DeviceRoom::take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
   const std::lock_guard lock(mutex_);
-  const UnseenOn on_fetches(fetches_);
-  await_readers();
+  const UnseenOn on_fetches(streams_.fetches());
+  streams_.await_readers();
   for (const BytePiece& each : own) in_room(memory_, each).copy_(in_shard(shard, each), /*non_blocking=*/true);
-  note_arrival();
+  streams_.note_arrival();
 }
 
 // On the current stream, which has written the room.
@@ -303,9 +265,7 @@ void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served, const 
   } else if (served.defined()) {
     served.copy_(shard);
   }
-  const c10::Event written = record(current());
-  written.block(fetches_);
-  written.synchronize();
+  streams_.record_write().synchronize();
 }
 
 // The host waits here, inside whole(), where the room keeps its memory.

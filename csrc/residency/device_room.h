@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <memory>
@@ -13,6 +12,7 @@
 #include "params/own_storage.h"
 #include "residency/address_range.h"
 #include "residency/room.h"
+#include "residency/room_streams.h"
 
 namespace zx {
 
@@ -72,38 +72,22 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   uint64_t digest() override;
 
  private:
-  struct Reader {
-    c10::Stream stream;
-    c10::Event last;
-    bool is_lasting = false;  // until the room is released
-  };
   struct Lodger {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     size_t offset;
   };
 
   DeviceRoom(size_t bytes, c10::Stream fetches);
-  c10::Stream current() const;
-  c10::Event record(c10::Stream stream) const;
   at::Tensor lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
   void move_to(char* address);
   void copy_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
-  void await_readers();
-  Reader& reader(c10::Stream stream);
-  void note_arrival();
 
   const size_t bytes_;
-  const c10::Stream fetches_;
   const ReservedAddresses nowhere_;  // where the storages are while it is released
   mutable std::mutex mutex_;         // of all below
-  char* address_ = nullptr;          // of the memory, or nowhere
-  at::Tensor memory_;                // [bytes], undefined while released
-  struct {
-    std::shared_ptr<c10::Event> event;  // one for each arrival: the host waits for it without the lock
-    std::vector<c10::Stream> waited{};  // streams that have waited for it
-    bool follows_pulls = false;         // which the host has not waited for
-  } arrival_;
-  std::vector<Reader> readers_;
+  RoomStreams streams_;
+  char* address_ = nullptr;  // of the memory, or nowhere
+  at::Tensor memory_;        // [bytes], undefined while released
   std::vector<Lodger> lodgers_;
 };
 

@@ -69,7 +69,7 @@ class Publisher {
   BucketCopies& copies_;
   const Fetcher& fetcher_;
   const std::shared_ptr<const PeerShards> peers_;
-  int64_t version_ = 0;            // under the lock of the copies
+  int64_t version_ = 0;            // the optimizer's caller writes it, under the lock of the copies
   std::vector<uint64_t> digests_;  // by bucket, at the beginning of whole(); the optimizer's caller's own
 };
 
