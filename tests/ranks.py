@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.meshes import forget_meshes
 from tests.mortal_ranks import FORKSERVER
 
 TIMEOUT_S = 60
@@ -56,6 +57,7 @@ def _serve(pipe: Any) -> None:
                 pipe.send((True, function(rank, world_size, *args)))
             finally:
                 forget_operators()
+                forget_meshes()
                 dist.destroy_process_group()
         except BaseException:
             pipe.send((False, traceback.format_exc()))

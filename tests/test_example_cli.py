@@ -100,7 +100,7 @@ def test_compared_on_two_ranks_the_curves_agree(text: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_with_unequal_shares_train_on_all_tokens(text: Path, tmp_path: Path, stage: int) -> None:
     options = ["--data", text, "--steps=6", "--accumulate=2", "--quiet", f"--stage={stage}", *SMALLEST]
-    ended = run(*options, "--uneven", "--batch=4", "--ranks=2", "--losses", tmp_path / "losses.json")
+    ended = run(*options, "--uneven", "--batch=4", "--losses", tmp_path / "losses.json", ranks=2)
     assert ended.returncode == 0, ended.stderr
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert len(losses) == 6, "of the steps that one rank follows too"

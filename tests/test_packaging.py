@@ -101,13 +101,16 @@ def as_if_torch_were(version: str, *arguments: str, **variables: str) -> subproc
         ("3.0.0", r"torch 3\.0\.0 is newer than zerox was tried with: .*ZEROX_ANY_TORCH=1"),
     ],
 )
-def test_a_torch_that_was_not_tried_is_refused_unless_asked_for(version: str, reason: str, tmp_path: Path) -> None:
+def test_a_torch_that_was_not_tried_is_refused_unless_asked_for(version: str, reason: str) -> None:
     done = as_if_torch_were(version, "build_ext", "--help")
     assert done.returncode == 1
     assert re.fullmatch(rf"zerox: {reason}\n", done.stderr), done.stderr
     if version[:4] != "2.10":
         done = as_if_torch_were(version, "build_ext", "--help", ZEROX_ANY_TORCH="1")
         assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_requires_a_torch_that_was_tried_unless_another_was_asked_for(tmp_path: Path) -> None:
     for asked, wanted in (("0", "torch<2.15,>=2.11"), ("1", "torch>=2.11")):
         done = run("setup.py", "-q", "egg_info", "-e", str(tmp_path), ZEROX_ANY_TORCH=asked)
         assert done.returncode == 0, done.stderr

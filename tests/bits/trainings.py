@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerox
 from tests.bits.model import Products, batch, ids_of
+from tests.meshes import mesh_once
 from tests.optimizer.models import KINDS as OF_TESTS
 from zerox import FusedShardedAdam, GradScaler, ShardedOptimizer, Sparsity
 
@@ -259,7 +259,7 @@ def masked(training: Training) -> None:
 
 
 def on_mesh(training: Training) -> None:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_once((2, dist.get_world_size() // 2), ("replicate", "shard"))
     training.rebuild(process_group=mesh)
     for step in range(STEPS):
         with training.optimizer.no_sync(outer=training.stage > 1):

@@ -81,6 +81,7 @@ def build_and_test(sanitizer: str, *selection: str, target: str = "all") -> str:
     )
 
 
+@pytest.mark.deep
 def test_cpp_units_pass_optimised() -> None:
     assert "100% tests passed" in build_and_test("", "--exclude-regex", "^cuda_", target="cpu_tests")
 

@@ -17,10 +17,10 @@ from bench.allocator import Allocator, build
 from tests.ranks import run_ranks, run_threads
 from zerox import FusedShardedAdam
 
-ROUNDS = 200
+ROUNDS = 60
 WARM_UP = 20  # rounds until torch has made what it makes once
-# Of the process: the allocator of C and the interpreter keep free lists of their own. A model has 260 KiB, so that a
-# round that lost one bucket, of parameters or of state, would show 180 times.
+# Of the process: the allocator of C and the interpreter keep free lists of their own. A layer, which is a bucket, has
+# 512 KiB: rounds that lost one, of parameters or of state, would have lost 30 MiB.
 RESIDENT_GROWTH = 16 * 2**20
 
 
@@ -49,7 +49,7 @@ class Holdings:
 def one_round(group: dist.ProcessGroup | None, model: nn.Module, index: int) -> weakref.ref[FusedShardedAdam]:
     """Of each kind some: in both stages, deleted with work under way, with gradients left, after a whole step."""
     optimizer = FusedShardedAdam(model.named_parameters(), process_group=group, stage=1 + index % 2, bucket_cap_mb=0.1)
-    model(torch.ones(1, 128)).sum().backward()
+    model(torch.ones(1, 256)).sum().backward()
     if index % 3 or group is not None:  # ranks as threads share one group: nothing may stay under way in it
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -59,7 +59,7 @@ def one_round(group: dist.ProcessGroup | None, model: nn.Module, index: int) -> 
 
 
 def rounds(group: dist.ProcessGroup | None, count: int) -> None:
-    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
     for index in range(count):
         assert one_round(group, model, index)() is None, "a reference cycle keeps the optimizer alive"
         model.zero_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,21 +21,24 @@ from tests.ranks import run_ranks
 from tests.thinned import thinned
 from zerox import FusedShardedAdam, MemoryBytes, estimate
 from zerox.options import OptimizerOptions
+from zerox.plan import buckets
 
-WIDTH = 1024
+WIDTH, CAP_MB = 512, 4.0
+DEFAULT_WIDTH = 1024  # with four times as much of everything, for buckets of the default size
 WITHIN = 0.02
 SMALL_THINGS = 256 * 1024  # activations, tables, step counts, messages
 
 
 class Wide(nn.Module):
-    """48 million parameters: whether the wire stalls is then the most that 2% leave room for; tiny activations."""
+    """46 matrices, of which four make a bucket in float32: whether the wire stalls is then the most that 2% leave room
+    for; tiny activations."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, width: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(42)
+            nn.utils.skip_init(nn.Linear, width, width, bias=False, dtype=dtype) for _ in range(42)
         )
-        self.head = nn.utils.skip_init(nn.Linear, WIDTH, 4 * WIDTH, bias=False, dtype=dtype)
+        self.head = nn.utils.skip_init(nn.Linear, width, 4 * width, bias=False, dtype=dtype)
         for param in self.parameters():
             nn.init.zeros_(param)
 
@@ -51,13 +56,22 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 fp32": (torch.bfloat16, {"master_weights": "fp32"}),
     "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
     # The bound is for a bucket that is reduced while the next is being packed, half a bucket more than what happens
-    # here. Beside state this small that is over 2% with buckets of 16 MiB.
+    # here. Beside state this small that is over 2% with buckets of 4 MiB.
     "bf16 remainder, 8-bit moments": (
         torch.bfloat16,
-        {"master_weights": "remainder", "state_dtype": "8bit", "bucket_cap_mb": 8},
+        {"master_weights": "remainder", "state_dtype": "8bit", "bucket_cap_mb": 2},
     ),
     "fp16 fp32": (torch.float16, {}),
 }
+
+
+@contextmanager
+def of_width(width: int) -> Iterator[None]:
+    """Gradients are large, and sent without a copy, where those of the default width are."""
+    times = (DEFAULT_WIDTH // width) ** 2
+    large = {name: getattr(buckets, name) // times for name in ("ZERO_COPY_BYTES", "ZERO_COPY_SLICE_BYTES")}
+    with patch.multiple(buckets, **large):
+        yield
 
 
 def measure(
@@ -69,6 +83,7 @@ def measure(
     options: dict[str, Any],
     exchange: str = "direct",
     mesh: tuple[int, int] | None = None,
+    width: int = WIDTH,
 ) -> tuple[int, int, MemoryBytes]:
     """The peak of a step, what is allocated while the wire stalls, and the formula.
 
@@ -77,8 +92,9 @@ def measure(
     """
     allocator = Allocator(library)
     base = allocator.now
-    model = Wide(dtype)
-    with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}):
+    model = Wide(dtype, width)
+    options = {"bucket_cap_mb": CAP_MB if width == WIDTH else None, **options}
+    with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}), of_width(width):
         group = None if mesh is None else init_device_mesh("cpu", mesh)
         optimizer = FusedShardedAdam(model.parameters(), process_group=group, **options)
     manager = optimizer.inside.manager
@@ -87,7 +103,7 @@ def measure(
     def step() -> None:
         if wire == "stalls" and rank > 0:
             dist.barrier()  # until rank 0's gradients are all there
-        model(torch.ones(1, WIDTH, dtype=dtype)).backward()
+        model(torch.ones(1, width, dtype=dtype)).backward()
         if wire == "stalls" and rank == 0:
             wait_until_quiet(allocator)
             stalled.append(allocator.now - base)
@@ -105,7 +121,8 @@ def measure(
             param.register_post_accumulate_grad_hook(wait_for_flights)
     peak = allocator.peak_of(step) - base
     neighbours = world_size if exchange == "direct" else 1
-    formula = estimate(model.parameters(), world_size, local_world_size=neighbours, mesh_shape=mesh, **options)
+    with of_width(width):
+        formula = estimate(model.parameters(), world_size, local_world_size=neighbours, mesh_shape=mesh, **options)
     return peak, stalled[0] if stalled else 0, formula
 
 
@@ -149,6 +166,14 @@ def test_peak_of_a_step_is_the_estimate_at_each_world_size(world_size: int, stag
     assert_near(peak, formula.peak)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_peak_of_a_step_is_the_estimate_with_buckets_of_the_default_size(world_size: int) -> None:
+    wire = "stalls" if world_size > 1 else "free"
+    found = run_ranks(measure, world_size, build(), wire, torch.float32, {}, "direct", None, DEFAULT_WIDTH)
+    peak, _, formula = found[0]
+    assert_near(peak, formula.peak)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_peak_of_a_step_is_the_estimate_where_gradients_are_received(world_size: int, stage: int) -> None:
@@ -161,7 +186,7 @@ def test_peak_of_a_step_is_the_estimate_where_gradients_are_received(world_size:
 @pytest.mark.parametrize(("stage", "kind"), [(2, "fp32"), (2, "bf16 fp32"), (1, "fp32")])
 def test_peak_of_a_step_is_the_estimate_on_a_mesh(stage: int, kind: str, exchange: str) -> None:
     """Small buckets, as above: the bound is for one that is reduced, with its sums, while the next is being packed."""
-    dtype, options = KINDS[kind][0], {"stage": stage, "bucket_cap_mb": 4, **KINDS[kind][1]}
+    dtype, options = KINDS[kind][0], {"stage": stage, "bucket_cap_mb": 1, **KINDS[kind][1]}
     for wire in ("stalls", "keeps up") if stage == 2 else ("free",):
         found = run_ranks(measure, 4, build(), wire, dtype, options, exchange, (2, 2))
         peak, _, formula = found[0]
@@ -180,7 +205,7 @@ def test_peak_where_the_wire_keeps_up(world_size: int, dtype: torch.dtype, optio
 def construct(_: int, world_size: int, library: Path, dtype: torch.dtype) -> tuple[int, MemoryBytes, int]:
     allocator = Allocator(library)
     base = allocator.now
-    model = Wide(dtype)
+    model = Wide(dtype, DEFAULT_WIDTH)
     peak = allocator.peak_of(lambda: FusedShardedAdam(model.parameters())) - base
     params = list(model.parameters())
     plans = OptimizerOptions().plan([("", param, "adam", None, ()) for param in params], "gloo", world_size)

@@ -152,18 +152,23 @@ def reloaded(folder: Path, source: Path, layout: str, case: Case, later: bool = 
 
 
 def ways_of(name: str) -> list[tuple[str, str]]:
-    """From which layout to which: every pair in the plain case. In others each is saved and loaded once, in turn."""
+    """From which layout to which. In the plain case one that is cut on both axes loads each and is loaded by each, each
+    loads its own, and those that are cut by all ranks on one axis load each other's, of which no cut is the same. In
+    others each is saved and loaded once, in turn."""
     if name == "plain":
-        return list(itertools.product(LAYOUTS, LAYOUTS))
+        pairs = itertools.product(LAYOUTS, LAYOUTS)
+        return [(a, b) for a, b in pairs if "2x2" in (a, b) or a == b or {a, b} == {"4x1", "1x4"}]
     return [("2x2", "4x1"), ("4x1", "1x2"), ("1x2", "2x2")]
 
 
 def matrix(rank: int, world_size: int, asked: dict[str, Case]) -> dict[str, dict[str, list[str]]]:
     """By case and "from to to": names of tensors that are not bit-equal."""
     found: dict[str, dict[str, list[str]]] = {}
-    for name, case in asked.items():
-        layouts = list(dict.fromkeys(source for source, _ in ways_of(name)))
-        with shared_folder() as folder:
+    with shared_folder() as shared:
+        for number, (name, case) in enumerate(asked.items()):
+            layouts = list(dict.fromkeys(source for source, _ in ways_of(name)))
+            folder = shared / str(number)
+            folder.mkdir(exist_ok=True)
             first = {layout: saved(folder, layout, case) for layout in layouts}
             again = {way: reloaded(folder, first[way[0]], way[1], case) for way in ways_of(name)}
             going_on = layouts if name == "plain" else layouts[:1]
@@ -185,7 +190,7 @@ results = Once(matrix, 4, CASES, timeout_s=300)  # three minutes on slow cores
 def test_any_layout_loads_what_another_saved_bit_for_bit(name: str) -> None:
     found = results()[0]
     assert {way: names for way, names in found[name].items() if names} == {}
-    assert len(found[name]) == (30 if name == "plain" else 4)
+    assert len(found[name]) == len(ways_of(name)) + (len(LAYOUTS) if name == "plain" else 1)
 
 
 def coded(rank: int, world_size: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
     hides: bool = False
-    steps: int = 9  # operators on DTensors are slow
+    steps: int = 6  # operators on DTensors are slow
 
 
 WITH_BIAS = {"bias": True}
@@ -65,7 +65,7 @@ CASES = {
         "no_sync": {**SP, "micro": 2, "late": True},
         "zeros": {**SP, "zero": "zeros", "micro": 2},
         "by the model": {**SP, "zero": "by the model"},
-        "absent": {**SP, "idle": (2, 3, 7)},
+        "absent": {**SP, "idle": (1, 2, 4)},
         "largest": {**SP, "order": math.inf, "most": 0.02},
         "hidden gathers": {**SP, "hides": True},
         "small buckets": {**SP, "options": {"bucket_cap_mb": 0.001}},

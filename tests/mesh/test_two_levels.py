@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerox
+from tests.meshes import mesh_once
 from tests.optimizer.combined import digest
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -135,7 +136,7 @@ def twin(rank: int, case: Case) -> tuple[str, str]:
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return mesh_once(shape, ("replicate", "shard"))
 
 
 CASES = [

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bucket_manager.rig import same_bits
-from tests.models.cases import ALL, CASES, COMPILED, Case
+from tests.models.cases import ALL, CASES, Case
 from tests.models.reference import LR, STEPS, Outcome, connect, local_gradients, reference
 from tests.optimizer.models import mean_in_rank_order, memory_order
 from tests.ranks import run_ranks
@@ -136,10 +136,18 @@ def test_training_equals_one_process(name: str, ranks: tuple[int, int]) -> None:
     assert_as_in_one_process(name, world_size, stage)
 
 
-@pytest.mark.parametrize(("name", "ranks"), thinned(COMPILED, ["aot_eager"], RANKS[:4], [(2, 3), (3, 2)]), ids=str)
-def test_a_compiled_forward_trains_as_in_one_process(name: str, ranks: tuple[int, int]) -> None:
+@pytest.mark.parametrize("ranks", RANKS[:4], ids=str)
+def test_a_compiled_forward_trains_as_in_one_process(ranks: tuple[int, int]) -> None:
     world_size, stage = ranks
-    assert_as_in_one_process(name, world_size, stage)
+    assert_as_in_one_process("aot_eager", world_size, stage)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [(2, 3), (3, 2)], ids=str)
+def test_a_forward_that_inductor_compiles_trains_as_in_one_process(ranks: tuple[int, int]) -> None:
+    """Each rank runs a C++ compiler. In `make test` tests/residency/test_any_model.py has one such model."""
+    world_size, stage = ranks
+    assert_as_in_one_process("inductor", world_size, stage)
 
 
 def test_the_mixtures_have_experts_that_idle_on_some_ranks_and_on_all() -> None:

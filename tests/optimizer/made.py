@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from tests.meshes import mesh_once
 from tests.optimizer.ways import Way, is_inner
 from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, LIE_AS, MASKS, SUBGROUP, TABLES
@@ -54,7 +55,7 @@ def mesh_of(way: Way) -> DeviceMesh | None:
     world_size = dist.get_world_size()
     replicate, shard = {ON_MESH: (2, 2), ALONE: (1, 1)}.get(way["process_group"], (1, 2))
     sizes = (replicate, shard, world_size // (replicate * shard))
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+    return mesh_once(sizes, ("replicate", "shard", "tp"))
 
 
 def arguments(way: Way, mesh: DeviceMesh | None = None) -> dict[str, Any]:
@@ -108,8 +109,7 @@ def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOp
 
 def sub_group() -> DeviceMesh:
     """Every second rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("edp", "ep"))
-    return mesh["edp"]
+    return mesh_once((dist.get_world_size() // 2, 2), ("edp", "ep"))["edp"]
 
 
 def of_optimizer(way: Way, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -205,15 +205,11 @@ class Compiling(nn.Module):
         return self.reading(self.first(x)) * self.size()
 
 
-def compiling_with_inductor() -> nn.Module:
-    return Compiling("inductor")
-
-
 EAGER: list[Callable[[], nn.Module]] = [
     *(Backwards, Skipping, Twice, Outside, Branching, Borrowing, Checkpointed, Reentrant, Blocks)
 ]
 COMPILED: list[Callable[[], nn.Module]] = [
-    *(blocks_compiled_in_place, blocks_compiled, compiled_in_place, compiled_whole, Compiling, compiling_with_inductor)
+    *(blocks_compiled_in_place, blocks_compiled, compiled_in_place, compiled_whole, Compiling)
 ]
 
 

@@ -12,6 +12,7 @@ from tests.bucket_manager.rig import same_bits
 from tests.bucket_manager.test_zero_copy import from_bytes
 from tests.optimizer.models import KINDS, make_optimizer, train
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from zerox import _C
 
 TINY, SMALL, WHOLE = 1e-6, 0.03, 64.0  # MiB: every parameter a bucket of its own, some buckets, one
@@ -28,13 +29,10 @@ CASES |= {
     )
 }
 
-# Every case is trained by the most ranks that a test has. Of cases these are tried by fewer, too: how a number of ranks
-# cuts a bucket does not depend on what is stored in it.
+# Every case is trained by the most ranks that a test has, in the hardest way. Of cases these are tried in all ways: how
+# ranks, a stage and accumulation cut a bucket and its gradients does not depend on what is stored in it.
 FEW = ("fp32", "bf16 remainder", "three rules, 8-bit state", "fp32, torch.bfloat16 on the wire")
-
-
-def cases_by_ranks(*world_sizes: int) -> list[tuple[int, str]]:
-    return [(n, case) for n in world_sizes for case in (CASES if n == max(world_sizes) else FEW)]
+FEW_KINDS = FEW[:3]
 
 
 def train_rank(rank: int, world_size: int, options: dict[str, Any], isa: str = "") -> Any:
@@ -78,17 +76,21 @@ def assert_same(results: list[Any], reference: list[Any]) -> None:
         assert same_bits(tensor, expected_state[key]), key
 
 
-@pytest.mark.parametrize(("world_size", "case"), cases_by_ranks(1, 2, 3))
+@pytest.mark.parametrize(("case", "world_size"), thinned(CASES, FEW, [1, 2, 3], [3]))
 def test_bucket_sizes_and_stages_don_t_show(world_size: int, case: str) -> None:
     common = {**CASES[case], "clip": 0.1, "accumulate": 2}
     reference = run_ranks(train_rank, world_size, {**common, "stage": 2, "bucket_cap_mb": WHOLE})
-    for stage, cap in ((2, TINY), (2, SMALL), (1, TINY), (1, WHOLE)):
+    more = [(2, TINY), (1, WHOLE)] if case in FEW else []
+    for stage, cap in [(2, SMALL), (1, TINY), *more]:
         assert_same(run_ranks(train_rank, world_size, {**common, "stage": stage, "bucket_cap_mb": cap}), reference)
 
 
-@pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize(("world_size", "case"), cases_by_ranks(1, 2))
-def test_gradients_that_are_not_packed_don_t_show(world_size: int, case: str, stage: int, accumulate: int) -> None:
+WAYS = [(world_size, *way) for world_size in (1, 2) for way in ((1, 1), (2, 1), (2, 2))]  # ranks, stage, accumulate
+
+
+@pytest.mark.parametrize(("case", "way"), thinned(CASES, FEW, WAYS, [WAYS[-1]]), ids=str)
+def test_gradients_that_are_not_packed_don_t_show(case: str, way: tuple[int, int, int]) -> None:
+    world_size, stage, accumulate = way
     options = {**CASES[case], "clip": 0.1, "accumulate": accumulate, "stage": stage, "bucket_cap_mb": SMALL}
     reference = run_ranks(train_rank, world_size, options)
     for nbytes in (4, 8000):
@@ -135,8 +137,7 @@ def step_with_threads(rank: int, world_size: int, kind: str, num_threads: int) -
     return [p.detach() for p in params], state, norms
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("kind", "world_size"), thinned(KINDS, FEW_KINDS, [1, 2], [2]))
 def test_numbers_of_threads_don_t_show(world_size: int, kind: str) -> None:
     one, *others = (run_ranks(step_with_threads, world_size, kind, num_threads) for num_threads in (1, 2, 4))
     for results in others:

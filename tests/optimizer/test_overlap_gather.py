@@ -23,6 +23,7 @@ from tests.optimizer.overlap_models import (
     EAGER,
     SILENT,
     Backwards,
+    Compiling,
     Outside,
     batch,
     blocks_compiled_in_place,
@@ -62,6 +63,20 @@ def trained(rank: int, _: int, make: Callable[[], nn.Module], overlap: bool, sta
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_training_is_bit_for_bit_that_without_overlap(make: Callable[[], nn.Module], stage: int) -> None:
+    assert_bit_for_bit_that_without_overlap(make, stage)
+
+
+def compiling_with_inductor() -> nn.Module:
+    return Compiling("inductor")
+
+
+@pytest.mark.deep
+def test_what_inductor_compiles_trains_bit_for_bit_as_without_overlap() -> None:
+    """What waits is Dynamo's part, alike under each backend; this one runs a C++ compiler for each rank."""
+    assert_bit_for_bit_that_without_overlap(compiling_with_inductor, 2)
+
+
+def assert_bit_for_bit_that_without_overlap(make: Callable[[], nn.Module], stage: int) -> None:
     with_overlap = run_ranks(trained, 2, make, True, stage)
     without = run_ranks(trained, 2, make, False, stage)
     for (params, left), (expected, none_left) in zip(with_overlap, without, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.bucket_manager.rig import same_bits
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer, sparse_params
 
 SHAPES = [(10,), (70, 90), (8, 3), (300,), (5, 5), (1,)]  # two ranks share the second one
@@ -101,8 +102,8 @@ def beside_torch(rank: int, world_size: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+# How ranks cut state is the same in each stage, and whose writes count.
+@pytest.mark.parametrize(("stage", "world_size"), thinned([1, 2, 3], [2], [1, 2, 3], [3]))
 def test_what_is_written_is_the_state_as_in_torch(world_size: int, stage: int) -> None:
     assert run_ranks(beside_torch, world_size, stage) == [[]] * world_size
 

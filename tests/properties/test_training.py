@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +15,25 @@ from tests.properties.programs import CAPS, Param, Program, programs, shaped
 from tests.properties.run import Part, make_groups, make_params, run
 from zerox import estimate
 
-EXAMPLES = settings().max_examples * 5 // 2  # of each property: 500 in all in CI
+# Of each property: 200 in all in `make test`, 300 others in `make test-deep`, which draws for itself, and always alike.
+EXAMPLES = settings().max_examples
+MORE = EXAMPLES * 3 // 2
 
 
 @settings(max_examples=EXAMPLES)
 @given(programs())
 def test_each_step_of_any_training_is_torch_s_with_the_mean_gradient(program: Program) -> None:
+    check_each_step(program)
+
+
+@pytest.mark.deep
+@settings(max_examples=MORE)
+@given(programs())
+def test_each_step_of_many_trainings_is_torch_s_with_the_mean_gradient(program: Program) -> None:
+    check_each_step(program)
+
+
+def check_each_step(program: Program) -> None:
     seen = run(program)
     means = mean_gradients(program)
     start = program.values(0)
@@ -47,11 +61,27 @@ def test_each_step_of_any_training_is_torch_s_with_the_mean_gradient(program: Pr
         before = seen[0].steps[number].values
 
 
+CUTS = (programs(one_exchange=True), CAPS, st.booleans(), st.integers(1, 2))
+
+
 @settings(max_examples=EXAMPLES)
-@given(programs(one_exchange=True), CAPS, st.booleans(), st.integers(1, 2))
+@given(*CUTS)
 def test_bucket_sizes_stages_and_overlap_don_t_show_in_any_training(
     program: Program, cap: float | None, hold: bool, other_stage: int
 ) -> None:
+    check_that_cuts_don_t_show(program, cap, hold, other_stage)
+
+
+@pytest.mark.deep
+@settings(max_examples=MORE)
+@given(*CUTS)
+def test_bucket_sizes_stages_and_overlap_don_t_show_in_many_trainings(
+    program: Program, cap: float | None, hold: bool, other_stage: int
+) -> None:
+    check_that_cuts_don_t_show(program, cap, hold, other_stage)
+
+
+def check_that_cuts_don_t_show(program: Program, cap: float | None, hold: bool, other_stage: int) -> None:
     stage = (program.options["stage"] - 1 + other_stage) % 3 + 1
     other = program.with_options(hold, bucket_cap_mb=cap, stage=stage)
     ours, theirs = run(program), run(other)

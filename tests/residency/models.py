@@ -203,10 +203,13 @@ def compiled(**options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: torch.compile(model, **options)
 
 
-def compiled_blocks(model: nn.Module) -> Any:
-    for block in model.get_submodule("blocks").children():
-        block.compile()
-    return model
+def compiled_blocks(**options: Any) -> Callable[[nn.Module], Any]:
+    def wrap(model: nn.Module) -> nn.Module:
+        for block in model.get_submodule("blocks").children():
+            block.compile(**options)
+        return model
+
+    return wrap
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,13 @@ CASES = {
 COMPILED = {
     "compiled": Case(Gpt, wrap=compiled()),
     "compiled by aot_eager": Case(Gpt, wrap=compiled(backend="aot_eager")),
-    "compiled blocks": Case(Gpt, wrap=compiled_blocks),
+    "blocks compiled by aot_eager": Case(Gpt, wrap=compiled_blocks(backend="aot_eager")),
+    "checkpoints compiled by aot_eager": Case(lambda: Gpt(reentrant=False), wrap=compiled(backend="aot_eager")),
+}
+# How a model is cut into regions is Dynamo's part, which is alike under each backend; inductor's part, kernels that
+# read parameters without operators, is in "compiled". Each of these runs a C++ compiler for every rank.
+DEEP = {
+    "compiled blocks": Case(Gpt, wrap=compiled_blocks()),
     "compiled checkpoints": Case(lambda: Gpt(reentrant=False), wrap=compiled()),
 }
+ALL = {**CASES, **COMPILED, **DEEP}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.residency.models import CASES, COMPILED, Case
+from tests.residency.models import ALL, CASES, COMPILED, DEEP, Case
 from tests.residency.rig import assert_as_in_stage_2, assert_same, build, by_way, residents, train
 
 HOW = {"released at once": True, "two buckets": False}
@@ -17,7 +17,7 @@ HOW = {"released at once": True, "two buckets": False}
 
 def both_stages(rank: int, world_size: int, name: str, ways: list[str]) -> list[tuple[int, int]]:
     """Of each way, how often buckets were fetched and how many stayed."""
-    case = {**CASES, **COMPILED}[name]
+    case = ALL[name]
     found = []
 
     def run(stage: int, hostile: bool = False, anew: bool = False) -> tuple[list[Tensor], Any]:
@@ -39,7 +39,7 @@ def both_stages(rank: int, world_size: int, name: str, ways: list[str]) -> list[
             with by_way("messages", rank):
                 assert_same(run(3, hostile)[0], expected)
         counts = residents(optimizer).counts
-        assert counts.faults == 0 or name == "raw reads in a forward" or name in COMPILED
+        assert counts.faults == 0 or name == "raw reads in a forward" or name not in CASES
         assert counts.faults > 0 or name != "raw reads in a forward" or not hostile
         found.append((counts.fetches, len(residents(optimizer).resident)))
     return found
@@ -47,6 +47,16 @@ def both_stages(rank: int, world_size: int, name: str, ways: list[str]) -> list[
 
 @pytest.mark.parametrize("name", [*CASES, *COMPILED])
 def test_a_training_has_the_bits_of_stage_2(name: str) -> None:
+    assert_bits_of_stage_2(name)
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.deep
+def test_a_training_that_inductor_compiles_has_the_bits_of_stage_2(name: str) -> None:
+    assert_bits_of_stage_2(name)
+
+
+def assert_bits_of_stage_2(name: str) -> None:
     for ways in run_ranks(both_stages, 2, name, list(HOW)):
         for fetches, num_buckets in ways:
             assert fetches >= 3 * num_buckets

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.children import in_a_child
 from tests.ranks import run_ranks
-from tests.residency.models import CASES, COMPILED, array, entropy
+from tests.residency.models import ALL, CASES, DEEP, array, entropy
 from tests.residency.rig import assert_same, build, made, residents, train
 from tests.residency.test_faults import handler
 from tests.residency.test_unannounced import NAME, READS, trained_and_released
@@ -35,7 +35,7 @@ def without_faults() -> Iterator[None]:
 
 
 def as_ever(rank: int, world_size: int, name: str) -> None:
-    case = {**CASES, **COMPILED}[name]
+    case = ALL[name]
 
     def run(stage: int, hostile: bool) -> list[Tensor]:
         torch._dynamo.reset()
@@ -49,11 +49,18 @@ def as_ever(rank: int, world_size: int, name: str) -> None:
         assert_same(run(3, hostile=False), expected)
 
 
-SHOWN = sorted({*CASES, *COMPILED} - {"raw reads in a forward"})
+# Of compiled models, whole ones: blocks and checkpoints, which take longer to compile, are in DEEP.
+SHOWN = sorted({*CASES, "compiled", "compiled by aot_eager"} - {"raw reads in a forward"})
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_operators_fetch_as_ever(name: str) -> None:
+    run_ranks(as_ever, 2, name)
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.deep
+def test_operators_of_what_inductor_compiles_fetch_as_ever(name: str) -> None:
     run_ranks(as_ever, 2, name)
 
 

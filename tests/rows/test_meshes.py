@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zerox
+from tests.meshes import mesh_once
 from tests.ranks import run_ranks
 from tests.rows.tables import NARROW, OPTIONS, Model, Twin, backward, build
 from zerox import FusedShardedAdam, estimate, sparse_params
@@ -21,7 +22,7 @@ WORLD, STEPS = 4, 4
 
 
 def mesh_of(names: tuple[str, str]) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return mesh_once((2, 2), names)
 
 
 # ---- two data-parallel axes
