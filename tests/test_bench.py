@@ -139,7 +139,7 @@ def test_every_op_is_checked_and_timed(
     assert len(ours) == 3 + 2 * 3 + 3 + 8 + 4 + 8 + 8
     for op, update in UPDATES.items():
         timed = [(row["kind"], row["state"]) for row in ours if row["op"] == op]
-        wanted = [kind for kind in jobs.TRAINED if update.rule.wanted([update.group]) or kind.state == "fp32"]
+        wanted = [kind for kind in jobs.TRAINED if update.rule.wanted_states([update.group]) or kind.state == "fp32"]
         assert timed == [(kind.name, kind.state) for kind in wanted]
     assert result["command"].startswith("python -m bench.kernels --device=cpu --quick")
     assert {"commit", "cpu", "threads", "skipped"} <= set(result)

@@ -80,7 +80,7 @@ class RowTwin:
         self.group = group
         self.step = torch.zeros(1, dtype=torch.int64)
         form = STATE_FORMS[KINDS[kind]]
-        self.state = [Stored.of_rows(spec, form, *table.shape, CPU) for spec in self.rule.wanted([group])]
+        self.state = [Stored.of_rows(spec, form, *table.shape, CPU) for spec in self.rule.wanted_states([group])]
 
     def update(self, grad: Tensor, touched: Tensor) -> None:
         """SparseAdam's eps is added to a root that is not corrected: the dense rule's is another in each step."""
@@ -235,7 +235,7 @@ def test_a_checkpoint_is_converted_to_another_form_and_says_so_if_that_rounds(
     loaded, said, _ = run_ranks(load, 3, path, 2, will_be)[0]
     assert bool(said) is (will_be != "fp32")
     for number, state in saved.items():
-        for spec in KNOWN["adam"].wanted([KNOWN["adam"].defaults]):
+        for spec in KNOWN["adam"].wanted_states([KNOWN["adam"].defaults]):
             wide = state[spec.key]
             own = Stored.of_rows(spec, STATE_FORMS[KINDS[will_be]], *wide.shape, CPU)
             for row in range(len(wide)):  # one by one
