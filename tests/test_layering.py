@@ -399,3 +399,21 @@ A A::make(std::function<void(int)> body) {
 }"""
     assert one_calls_in([defined]) == {"A::empty"}
     assert known["A"].methods({"A::empty", "A::f_"}) == {"for_each", "make", "f_"}
+
+
+def folders() -> list[Path]:
+    packages = {path.parent for path in modules() if path.parent != ROOT / "zerox"}
+    return sorted({*packages, *(path.parent for path in sources() if path.parent != ROOT / "csrc")})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: "/".join(folder.parts[-2:]))
+def test_a_folders_first_file_names_all_of_its_files(folder: Path) -> None:
+    """In the order in which somebody new may read them, without their suffixes."""
+    is_package = (folder / "__init__.py").exists()
+    first = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) if is_package else None
+    named = set(re.findall(r"\w+", first or (folder / "README.md").read_text()))
+    there = {path.stem for path in folder.iterdir() if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")} - {
+        "__init__"
+    }
+    assert there
+    assert not there - named

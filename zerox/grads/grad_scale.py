@@ -127,7 +127,7 @@ class GradScale:
         return part._replace(grad=scaled.clamp(-self.requested.limit, self.requested.limit))
 
     def remaining_factor(self, bucket: int) -> Tensor | None:
-        """What limited() has not multiplied by yet."""
+        """What clamp() has not multiplied by yet."""
         return self.of(bucket) if self.requested.limit is None else None
 
     def forget_if_discarded(self) -> None:

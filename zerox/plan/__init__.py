@@ -1,1 +1,13 @@
-"""Plans: integers and enums, frozen, no tensors. Imports the standard library only."""
+"""Integers only: what will lie where, and what may be asked for together. Standard library, no torch.
+
+span, layout: ranges of elements, and where every element of a bucket lies
+cut, rectangles: the part of a tensor that tensor parallelism left a rank, and a rank's part as a checkpoint describes
+  it
+buckets: which parameters share a bucket
+form, kept: how a number is stored for each element, and what is kept for one
+stage: a ZeRO stage as data
+plan: what an optimizer is built from; rank_bytes adds up its bytes, with peak for gradients and resident for stage 3
+choices, combinations: the options and the table of which go together, by rulings; pairs_of_tables has its rows about
+  tables
+environment: the table of environment variables
+"""

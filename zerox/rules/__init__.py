@@ -1,1 +1,7 @@
-"""Update rules as data: the state and the options of each, and the numbers that kernels read of a param group."""
+"""What an update rule keeps, and what it reads of a param group.
+
+rule: what a rule is
+adam, sgd, lion: the rules with kernels, which known lists; reference has them in plain torch
+of_groups: which group has which rule; options_table: the groups as kernels read them
+local_optimizer: makes a rule of any optimizer class; probe tries the class to learn what it keeps
+"""

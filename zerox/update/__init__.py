@@ -1,1 +1,5 @@
-"""The update of this rank's shards: by kernels, or by an optimizer class of torch's kind."""
+"""The update of this rank's shards, by kernels or by an optimizer class of torch's kind.
+
+update: kernel calls, with several small buckets in one launch
+local_optimizer_update, local_optimizer_bucket: an optimizer class, on this rank's segments
+"""
