@@ -122,7 +122,7 @@ struct Fired {
 // A parameter's place in the bucket's buffer. States have the order of `view`. The other fields repeat what `view`
 // says: reading them there would cost one more cache miss for each parameter in each step.
 struct Home {
-  // `moves`: its memory may lie elsewhere later, and the parameter's with it.
+  // `moves`: its storage may be relocated (stage 3 on accelerators).
   Home(at::Tensor place, at::Tensor there, bool of_dtensor, bool moves)
       : view(std::move(place)),
         local(std::move(there)),

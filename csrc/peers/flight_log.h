@@ -29,7 +29,7 @@ namespace zx {
 // node is freed when all neighbours have let go of its flight and of the next one, to which they have walked past it.
 //
 // A rank that lets go of a flight leaves a mark in its own control block, in one of kMarks places that take turns.
-// There a mark stands for all earlier ones of its place too: it is left only when those are let go.
+// A mark also covers earlier flights of the same place, so it is written only after they are released.
 //
 // Only the control blocks' addresses are told by messages, in the first flight.
 

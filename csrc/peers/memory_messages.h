@@ -23,11 +23,11 @@ namespace zx {
 // control block has the messages of one round, no rank is more than one round ahead, and a rank may end right after the
 // last round.
 //
-// A number is looked for that has never been there, so that half a copy of it is not taken for it.
+// Sequence numbers are never reused, so a torn read cannot match.
 //
-// Nobody wakes who looks. So a rank that gives up (Note [A rank that gives up says so]) also writes that into its
-// control blocks, before the memory of its messages is free: who reads that after copying a message does not trust the
-// copy. The memory of a process that is gone can't be read.
+// Readers poll; nothing wakes them. So a rank that gives up (Note [A rank that gives up says so]) also sets a flag in
+// its control blocks, before the memory of its messages is freed: a reader that sees the flag discards its copy. The
+// memory of a process that is gone can't be read.
 class MemoryMessages {
  public:
   // `tag`: of the communicator's group, for the control blocks' addresses.

@@ -17,7 +17,7 @@ namespace zx {
 // has at that address: zerox/ranks/neighbours.py.
 //
 // Neighbours only read. After an error a rank may go on with its buffers freed, so ranks that don't know of the error
-// yet must not write to it. What they read then is garbage, and the next sync() never lets an update use it.
+// yet must not write to it. What they read then is garbage, and the next sync() raises before any update reads it.
 
 // Bytes that lie `from` somewhere on in one memory, and `to` in another.
 struct BytePiece {

@@ -27,7 +27,7 @@ namespace zx {
 // [Neighbours]), or asks for them (see Note [Shards by message]), in any order, as often as it likes, whatever they do
 // meanwhile. Beside its shard each rank has a few stamps, which say of which step the shard is:
 //
-//   version  rises when step() has written the shard. Whoever has come to version n waits until the others' have.
+//   version  rises when step() has written the shard. A rank at version n waits until its peers' shards reach n.
 //   written  rises when an operator outside step() has written this rank's copy of the bucket (load_state_dict, p.mul_)
 //   stored   rises when that was taken over into the shard
 //   left     is 1 when this rank has deleted its optimizer, and reads no shards any more

@@ -40,7 +40,7 @@ READ_THE_MEAN = (
     SyncPoint.GRAD_NORM,
     SyncPoint.FULL_GRAD,
 )
-# Where rows of tables are exchanged: what is multiplied must be there.
+# Where rows of tables are exchanged: the mean must have been reduced before it can be scaled.
 NEED_ROWS = (*READ_THE_MEAN, SyncPoint.MEAN_OVER, SyncPoint.SCALE_GRADS, SyncPoint.CLIP_VALUE, SyncPoint.SYNCHRONIZE)
 ERROR_IF_NONFINITE = 1  # in the last argument of a clip; the rest of it is twice Asked.number
 

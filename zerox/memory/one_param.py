@@ -187,7 +187,7 @@ def agree_on_param(
 
 
 def agree_on_table(tables: Sequence[RowTable], subgroups: Subgroups, param: object, call: str) -> RowTable | None:
-    """The table that ``param`` is, or None. Collective, with asked_of_one() where it is None: ValueError as there."""
+    """The table that ``param`` is, or None. Collective, with agree_on_param() where it is None: ValueError as there."""
     found = next((table for table in tables if table.param is param), None)
     if found is not None:
         line = f"{call} of parameter '{found.member.name}', which is number {found.member.number}"

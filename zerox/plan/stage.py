@@ -35,7 +35,7 @@ class Stage:
 
 
 # Who reads it: Grads (grads/grads.py) and make_mean_grads (csrc/grads/mean_grads.cpp) for gradients;
-# made_gather (residency/residency.py) and the constructor of BucketManager (csrc/grads) for parameters; rank_bytes.py
+# make_gather (residency/residency.py) and the constructor of BucketManager (csrc/grads) for parameters; rank_bytes.py
 # for memory; ranks/advice.py for what it advises.
 STAGES = {
     1: Stage(1, params=REPLICATED, grads=REPLICATED),

@@ -86,7 +86,7 @@ class Table:
         if not fits or grad.shape != self.param.shape or grad.sparse_dim() != 1:
             return None
         total = grad.detach()
-        if total.is_coalesced():  # it may only say so
+        if total.is_coalesced():  # the flag may be wrong
             total = sparse_of(_torch.rows_of(total)[0], _torch.values_of(total), total.shape)
         total = total.float().coalesce()
         return Rows(_torch.rows_of(total)[0], _torch.values_of(total))

@@ -141,7 +141,8 @@ class Rows:
 
     @named("the exchange of rows", per_batch=True)
     def exchange(self, piggybacks: Sequence[int], goes_on: bool) -> RowChange:
-        """Has the owners reduce the mean, unless it is there. Returns what happened to gradients. Collective.
+        """The owners reduce the mean, unless it is there. Returns whether gradients were unchanged, added to, or
+        replaced. Collective.
 
         ``piggybacks``: those of all ranks, or nothing. ``goes_on``: update() follows.
         """

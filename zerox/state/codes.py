@@ -23,7 +23,7 @@ def mark(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unmark(state: Any) -> Any:
-    """The same before :func:`marked`: a slice of all elements is the tensor itself. Older files have it so."""
+    """The same before :func:`mark`: a slice of all elements is the tensor itself. Older files have it so."""
     if not isinstance(state, Mapping):
         return state
     return {key: value.whole() if _has_all(value) else value for key, value in state.items()}
