@@ -37,7 +37,7 @@ MODEL, COPY, NCCL = "model", "copy", "NCCL"
 COLOURS = {
     **dict.fromkeys(("forward", "step", MODEL), "#d8d8d8"),
     **dict.fromkeys(("backward", "clip"), "#bdbdbd"),
-    "sync": "#8c8c8c",
+    "settle": "#8c8c8c",
     "launch": "#f2d7cf",
     **dict.fromkeys(("pack", "flatten"), "#c8442c"),
     COPY: "#e3b04b",
@@ -52,7 +52,7 @@ HIDDEN = ("wait", "let_go", "agree")  # parts of others
 # See csrc/workers/ranges.h. None of these lies in another of the same bucket.
 COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait")
 # Of the thread that trains; all that it does of the above lies in one of these.
-WAITING = ("launch", "sync", "gather", "gather_wait")
+WAITING = ("launch", "settle", "gather", "gather_wait")
 
 Span = tuple[float, float]
 

@@ -84,7 +84,7 @@ def test_time_is_hidden_where_the_thread_that_trains_does_not_wait() -> None:
             ("land", 1, 142, 150, LAND_WORKER),
             ("wait", 1, 142, 145, LAND_WORKER),
             ("step", None, 140, 170, TRAINER),
-            ("sync", None, 141, 151, TRAINER),
+            ("settle", None, 141, 151, TRAINER),
             ("agree", None, 141, 143, TRAINER),
             ("update", 0, 151, 153, TRAINER),
             ("gather", 0, 153, 154, TRAINER),
@@ -138,7 +138,7 @@ def test_of_several_ranks_each_bucket_is_told_and_all_are_traced(
     for rank in range(2):
         events = json.loads((files["trace"] / f"rank-{rank}.json").read_text())["traceEvents"]
         seen = {event.get("name") for event in events}
-        assert {"zerox::be reduced bucket 0", "zerox::gather_wait bucket 0", "phase::backward"} <= seen
+        assert {"zerox::land bucket 0", "zerox::gather_wait bucket 0", "phase::backward"} <= seen
     assert "rank 1: communication of" in capsys.readouterr().out
 
 

@@ -141,7 +141,7 @@ def test_every_op_has_a_kernel_for_cuda_whatever_torch_is_there() -> None:
 
 @pytest.mark.usefixtures("with_cuda")
 def test_the_cuda_runtime_inside_is_invisible_outside() -> None:
-    """torch loads its own libcudart with RTLD_GLOBAL: a visible call of ours would be reduced there."""
+    """torch loads its own libcudart with RTLD_GLOBAL: a visible call of ours would land there."""
     names = subprocess.run(["nm", "-D", _C.__file__], capture_output=True, text=True, check=True).stdout
     assert "PyInit__C" in names
     assert not re.findall(r"\s(?:__cuda|cuda|cu)[A-Z]\w*(?:@.*)?$", names, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Flights be reduced while backward is still computing."""
+"""Flights are reduced while backward is still computing."""
 
 from __future__ import annotations
 

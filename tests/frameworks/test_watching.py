@@ -163,7 +163,7 @@ def profiled(rank: int, world_size: int, folder: Path) -> list[str]:
 
 def test_the_profiler_sees_a_step_under_lightning(tmp_path: Path) -> None:
     for names in run(profiled, 2, tmp_path):
-        assert {"zerox::sync", "zerox::update bucket 0", "zerox::launch bucket 0"} <= set(names)
+        assert {"zerox::settle", "zerox::update bucket 0", "zerox::launch bucket 0"} <= set(names)
         assert "Optimizer.step#FusedShardedAdam.step" in names
     assert len(list(tmp_path.glob("*.pt.trace.json"))) == 2
 

@@ -73,11 +73,11 @@ WORKS = [
 def expected_ranges(work: Work, exchanges: bool) -> Counter[tuple[str, int | None]]:
     """Where ranks exchange, for each bucket:
 
-        launch, pack, be reduced, wait, reduce, let_go    S * R
+        launch, pack, land, wait, reduce, let_go    S * R
         gather_grads, gather_grads_wait             S * R in stage 1
         update, gather, gather_wait                 S
 
-    and for all of them together S * (1 + C) times synchronize and agree, in stage 1 S * R more. One rank alone waits
+    and for all of them together S * (1 + C) times settle and agree, in stage 1 S * R more. One rank alone waits
     for no messages and for no gather, and in stage 1 launches nothing either.
     """
     of_a_step = ["update", "gather", "gather_wait"] if exchanges else ["update", "gather"]
@@ -89,7 +89,7 @@ def expected_ranges(work: Work, exchanges: bool) -> Counter[tuple[str, int | Non
     sync_points = work.steps * (1 + work.clips)
     if exchanges and work.stage == 1:
         sync_points += work.steps * work.backwards
-    expected: Counter[tuple[str, int | None]] = Counter({("sync", None): sync_points, ("agree", None): sync_points})
+    expected: Counter[tuple[str, int | None]] = Counter({("settle", None): sync_points, ("agree", None): sync_points})
     for bucket in range(work.buckets):
         expected.update({(what, bucket): work.steps for what in of_a_step})
         expected.update({(what, bucket): work.steps * work.backwards for what in of_a_backward})
@@ -328,7 +328,7 @@ def test_a_range_is_no_kernel_and_no_op(device: torch.device) -> None:
         ("zerox::update_", DeviceType.CPU, False),
         ("aten::add", DeviceType.CPU, False),
         ("cudaLaunchKernel", DeviceType.CPU, False),
-        ("zerox::sync", DeviceType.CPU, True),
+        ("zerox::settle", DeviceType.CPU, True),
         ("zerox::reduce bucket 0", DeviceType.CUDA, True),
         (OURS[0][1], DeviceType.CUDA, False),
     )

@@ -49,7 +49,7 @@ def test_each_bucket_goes_each_part_of_its_way_once(stage: int, backwards: int) 
         once.update((what, bucket) for what in of_backward for bucket in range(LAYERS))
     for ranges in run_ranks(profiled_step, 2, stage, backwards, True):
         assert Counter((each.what, each.bucket) for each in ranges if each.bucket is not None) == once
-        synced = [each for each in ranges if each.what == "sync"]
+        synced = [each for each in ranges if each.what == "settle"]
         assert len(synced) == (1 if stage == 2 else 2), "in step(), and in stage 1 where backward ends"
 
 
@@ -59,7 +59,7 @@ def test_workers_pack_and_land_in_the_order_of_launches_and_the_rest_follows() -
         assert order == list(range(LAYERS)), "the last layer's gradients come first, and its bucket is the first"
         for what in OF_A_FLIGHT:
             assert [each.bucket for each in ranges if each.what == what] == order
-        [sync] = [each for each in ranges if each.what == "sync"]
+        [sync] = [each for each in ranges if each.what == "settle"]
         for bucket in order:
             at = {each.what: each for each in ranges if each.bucket == bucket}
             assert at["launch"].start_ns <= at["pack"].start_ns
@@ -87,10 +87,10 @@ def test_autograd_s_thread_and_the_two_workers_are_told_apart() -> None:
         threads = threads_of(ranges)
         [trainer], [pack], [reduce] = threads["launch"], threads["pack"], threads["land"]
         assert len({trainer, pack, reduce}) == 3
-        assert all(threads[what] == {trainer} for what in (*OF_A_STEP, "sync", "agree"))
+        assert all(threads[what] == {trainer} for what in (*OF_A_STEP, "settle", "agree"))
         assert all(threads[what] == {reduce} for what in ("wait", "reduce", "let_go"))
 
 
 def test_a_plain_profiler_sees_the_thread_that_trains() -> None:
     for ranges in run_ranks(profiled_step, 2, 2, 1, False):
-        assert set(threads_of(ranges)) == {"launch", "sync", "agree", *OF_A_STEP}
+        assert set(threads_of(ranges)) == {"launch", "settle", "agree", *OF_A_STEP}

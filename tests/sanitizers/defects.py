@@ -35,7 +35,7 @@ def moments_too_short() -> None:
 
 
 def shard_too_short() -> None:
-    """The second backward's gradients be reduced in a shard that is an element too short, on the reduce worker."""
+    """The second backward's gradients are reduced into a shard that is an element too short, on the reduce worker."""
 
     def train(group: dist.ProcessGroup) -> None:
         param = nn.Parameter(torch.ones(NUMEL))
