@@ -99,18 +99,18 @@ def test_limits_has_every_call_of_all_ranks_and_no_other() -> None:
     assert written - found - {"optimizer.join()", "zerox.join()"} == set(), "nothing in the code says that they are"
 
 
-def test_what_settles_says_in_its_docstring_that_it_is_collective() -> None:
+def test_what_synchronizes_says_in_its_docstring_that_it_is_collective() -> None:
     """Of public methods, so that the list above is all there is."""
-    settling = 0
+    synchronizing = 0
     for path in (ROOT / "zerox").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
             calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-            if any(isinstance(call, ast.Attribute) and call.attr in ("_settle", "sync") for call in calls):
-                settling += 1
+            if any(ast.unparse(call).endswith("core.sync") for call in calls):
+                synchronizing += 1
                 assert "ollective" in (ast.get_docstring(node) or ""), f"{path.name}: {node.name}"
-    assert settling > 15, "they were not recognised"
+    assert synchronizing > 15, "they were not recognised"
 
 
 def test_the_page_about_accelerate_has_every_method_of_all_processes() -> None:
