@@ -1,9 +1,9 @@
 """Under other libraries' training loops, a module for each; zerox itself imports none of them.
 
-accelerate, transformers, lightning, pytorch_lightning: what users import
-lightning_strategies, lightning_figures: what both packages of Lightning share
-watch: keeps figures of steps; transformers_watch, lightning_watch, pytorch_lightning_watch: for their loggers
-from_torch: makes an optimizer of torch zerox's; sharding: a strategy's optimizers; buffers: handed out as DDP does
-engines: answers what they ask of parameters; scalers: their loss scalers; local_sgd: refuses what averages parameters
+accelerate, transformers, lightning, pytorch_lightning: what users import, one for each
+watch: figures of each step; transformers_watch, lightning_watch, pytorch_lightning_watch: for their loggers
+lightning_strategies: what both packages of Lightning share
+sharding: an optimizer of torch becomes one of zerox; the optimizers of a strategy
+engines: what frameworks ask of parameters and scalers, asked of zerox's optimizers
 requirements: looks at their versions
 """

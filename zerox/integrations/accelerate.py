@@ -6,6 +6,7 @@ methods that are about DistributedDataParallel. What it prepares stays as it was
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerox.engine import Engine
 from zerox.integrations import engines as of_engines
-from zerox.integrations.local_sgd import refuse_local_sgd
+from zerox.integrations.engines import takes_all_ranks
 from zerox.integrations.requirements import check_names, check_version
-from zerox.integrations.scalers import takes_all_ranks
 from zerox.optimizer.join import join
 from zerox.ranks.calls import named, waiting
 from zerox.ranks.dtensors import is_dtensor
@@ -348,3 +348,27 @@ def adopt(accelerator: Accelerator) -> Accelerator:
     accelerator._take_scaler()
     refuse_local_sgd(ZeroxAccelerator)
     return accelerator
+
+
+WHY = (
+    "zerox: LocalSGD averages parameters now and then in place of gradients, and this accelerator's optimizers average "
+    "gradients in each step: leave LocalSGD out, or use an accelerator that is not adopted, and an optimizer of torch"
+)
+
+
+def refuse_local_sgd(adopted: type) -> None:
+    """Has LocalSGD raise ValueError where it begins with an accelerator of the class ``adopted``. It would ask the
+    model for ``no_sync``, which only DistributedDataParallel has."""
+    from accelerate.local_sgd import LocalSGD
+
+    enter = LocalSGD.__enter__
+    if hasattr(enter, "__wrapped__"):
+        return
+
+    @functools.wraps(enter)
+    def checked(self: Any) -> Any:
+        if self.enabled and isinstance(self.accelerator, adopted):
+            raise ValueError(WHY)
+        return enter(self)
+
+    LocalSGD.__enter__ = checked

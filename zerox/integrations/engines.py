@@ -1,4 +1,4 @@
-"""What frameworks ask of parameters or models, asked of the zerox optimizers that train them."""
+"""What frameworks ask of parameters, models or scalers, asked of the zerox optimizers that train them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from zerox.engine import Engine
 from zerox.model_names import quote
 from zerox.optimizer.clip_together import clip_grad_norm_ as clip_together
 from zerox.ranks.wrapped import note_hand_out
+from zerox.scaler import GradScaler
 from zerox.wrapper.first_values import hand_out_first
 from zerox.wrapper.values import give_out, named_buffers_of
 
@@ -145,3 +147,13 @@ def hand_out(model: nn.Module) -> None:
     params = dict(model.named_parameters())
     if dist.is_initialized() and dist.get_world_size() > 1 and any(param.requires_grad for param in params.values()):
         hand_out_first(params, named_buffers_of(model), dist.group.WORLD, type(model).__name__)
+
+
+OF_TORCH = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler)
+
+
+def takes_all_ranks(scaler: object) -> bool:
+    """Makes a scaler of torch's a zerox.GradScaler, in place. False for one of another kind; None is no scaler."""
+    if type(scaler) in OF_TORCH:
+        scaler.__class__ = GradScaler  # it has methods only
+    return scaler is None or isinstance(scaler, GradScaler)

@@ -6,23 +6,24 @@ The arguments of DDPStrategy are spelled out in both, since LightningCLI reads i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from zerox.engine import Engine
-from zerox.integrations.buffers import BufferSync, default_group
 from zerox.integrations.engines import warn_of_untrained
 from zerox.integrations.requirements import check_names
 from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrap
 from zerox.ranks.calls import named
-from zerox.wrapper.values import broadcast
+from zerox.ranks.wrapped import note_hand_out
+from zerox.wrapper.values import broadcast, named_buffers_of
 
 OLDEST, TRIED = "2.6", "2.6.6"
 
@@ -274,3 +275,44 @@ def register(registry: Any, strategy: type) -> None:
     """Gives a strategy the names "zerox", "zerox_stage_1" and so on."""
     for suffix, stage in (("", None), ("_stage_1", 1), ("_stage_2", 2), ("_stage_3", 3)):
         registry.register(f"zerox{suffix}", strategy, description="ZeRO without a wrapper", override=True, stage=stage)
+
+
+class BufferSync:
+    """Before a forward all ranks take rank 0's buffers, unless the forward before sent no gradients.
+
+    ``syncs(module)``: whether a backward now would send them.
+    """
+
+    def __init__(self, module: nn.Module | None, syncs: Callable[[nn.Module], bool] = bool) -> None:
+        self._module = module
+        self._syncs = syncs
+        self._is_due = True
+        if module is not None:
+            note_hand_out(module)
+
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        self._before()
+        yield
+        self._after()
+
+    def watch(self) -> None:
+        """From now on, around each forward of the module itself. Copies of the module do without."""
+        if self._module is not None and next(self._module.buffers(), None) is not None:
+            self._module.register_forward_pre_hook(self._before)
+            self._module.register_forward_hook(self._after)
+
+    def __reduce__(self) -> tuple[type[BufferSync], tuple[None]]:
+        return BufferSync, (None,)
+
+    def _before(self, *_: Any) -> None:
+        if self._module is not None and self._is_due:
+            buffers = named_buffers_of(self._module).values()
+            broadcast(buffers, default_group(), f"buffers of {type(self._module).__name__}")
+
+    def _after(self, *_: Any) -> None:
+        self._is_due = self._module is not None and torch.is_grad_enabled() and self._syncs(self._module)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zerox.integrations.lightning_figures import LoggedFigures
 from zerox.integrations.lightning_strategies import OLDEST
 from zerox.integrations.requirements import check_version
+from zerox.integrations.watch import LoggedFigures
 
 check_version("pytorch_lightning", OLDEST, "lightning")
 from pytorch_lightning import Callback

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from zerox.engine import Engine
-from zerox.integrations.from_torch import OURS
 from zerox.integrations.requirements import check_names, check_version
+from zerox.integrations.sharding import OURS
 from zerox.optimizers import ShardedOptimizer
 from zerox.ranks.calls import named
 
