@@ -19,6 +19,7 @@ MOST_ATTRIBUTES = 12
 MOST_NAMES = 26
 MOST_METHODS = 30
 MOST_STUBS = 3
+MOST_LINES = 65  # of a function, its docstring with it
 
 # Each module or package may import those above it. Those that share a line don't see each other.
 PYTHON_LAYERS = [
@@ -284,6 +285,16 @@ def test_the_optimizer_is_no_heap_of_methods(name: str) -> None:
 def test_classes_have_few_methods() -> None:
     for name, node in classes().items():
         assert len(methods_of(node)) <= MOST_METHODS, name
+
+
+def long_functions(text: str) -> list[str]:
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    return [each.name for each in functions if (each.end_lineno or 0) - each.lineno >= MOST_LINES]
+
+
+def test_python_functions_are_short() -> None:
+    assert long_functions("def f():\n" + "    x()\n" * MOST_LINES) == ["f"]
+    assert not {path.name: found for path in modules() if (found := long_functions(path.read_text()))}
 
 
 def test_few_methods_are_there_to_be_overridden() -> None:

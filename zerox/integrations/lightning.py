@@ -1,6 +1,6 @@
 """``strategy="zerox"`` for Lightning's Trainer and for Fabric: importing this module registers it with both.
 
-It stands where ``strategy="ddp"`` stood. Optimizers of torch become zerox's (from_torch.py), and no wrapper is put
+It stands where ``strategy="ddp"`` stood. Optimizers of torch become zerox's (sharding.py), and no wrapper is put
 around the model. ``import zerox`` imports nothing of this.
 """
 

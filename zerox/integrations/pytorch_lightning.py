@@ -1,6 +1,6 @@
 """The same as zerox.integrations.lightning, for scripts that say ``import pytorch_lightning`` or ``lightning_fabric``.
 
-It stands where ``strategy="ddp"`` stood. Optimizers of torch become zerox's (from_torch.py), and no wrapper is put
+It stands where ``strategy="ddp"`` stood. Optimizers of torch become zerox's (sharding.py), and no wrapper is put
 around the model.
 """
 
