@@ -51,8 +51,8 @@ def reduced_when_backward_ends(
     loss.backward()
     reduced, launched = ours.manager.flights.num_reduced, ours.manager.flights.num_launched
     ours.sync()
-    reduced = ours.reduced()
-    return reduced, launched, [reduced[key].cpu() for key in sorted(reduced)]
+    means = ours.reduced()
+    return reduced, launched, [means[key].cpu() for key in sorted(means)]
 
 
 def test_all_flights_but_the_last_have_reduced_when_backward_ends() -> None:

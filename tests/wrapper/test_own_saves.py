@@ -28,7 +28,7 @@ from zerox.checkpoint.writer import CheckpointWriter
 TIMEOUT_S = 20.0
 # What rank 1 is about to do.
 MOMENTS: dict[str, tuple[type, str]] = {
-    "to say what it has": (RanksOwn, "said"),
+    "to say what it has": (RanksOwn, "describe"),
     "to make its record": (RanksOwn, "to_save"),
     "to write": (CheckpointWriter, "write_data"),
     "to look for it": (RanksOwn, "to_read"),
