@@ -23,18 +23,18 @@ namespace zx {
 //   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
 //   Buckets::is_unwatched; Watch           whoever calls Tensor.register_hook(), hooks  all     none, they are atomic
-//   Bucket::reduced                         reduce worker; optimizer's caller  optimizer's caller  await_all() and
-//                                          when flights have been reduced                             after_reduction()
+//   Bucket::reduced                        reduce worker; optimizer's       optimizer's caller  await_all() and
+//                                          caller when flights are reduced                      after_reduction()
 //   a Flight                               its launcher, then its worker    the same            TwoWorkers hands it on
 //   flights in the air, the first error    launchers, both workers          all                 TwoWorkers, Sky::mutex
 //   memory that crosses streams            launchers, both workers          the same            Streams::mutex_
-//   Synchronizer, Agreement, MeanGrads       optimizer's caller, or the       the same            Synchronizer::mutex_
+//   Synchronizer, Agreement, MeanGrads     optimizer's caller, or the       the same            Synchronizer::mutex_
 //                                          thread on which backward ends
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
 //   a Gather                               the first thread that waits      all readers         its once-flags, mutex_
 //   the levels of a gather on a mesh       the first thread that waits      all readers         TwoLevelExchange's mutex
-//   FailureDetector                            all                              all                 FailureDetector::mutex_
+//   FailureDetector                        all                              all                 FailureDetector::mutex_
 //
 // Synchronizer::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. So is the mutex of
 // TwoLevelExchange, before no other. A thread holds at most one of the other locks at a time, but for those of sharded
