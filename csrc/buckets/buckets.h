@@ -35,10 +35,31 @@ namespace zx {
 //   a Gather                               the first thread that waits      all readers         its once-flags, mutex_
 //   the levels of a gather on a mesh       the first thread that waits      all readers         TwoLevelExchange's mutex
 //   FailureDetector                        all                              all                 FailureDetector::mutex_
+//   LastSeen                               all                              all                 LastSeen::mutex_
+//   LongWaits; a LongWait's fields         all that wait, LongWaits'        the same            LongWaits::mutex_
+//                                            thread
+//   a FlightLog's nodes, own and others'   launchers, reduce worker         the same            FlightLog::mutex_
+//   a FlightLog's addresses of others      the first thread that needs one  the same            first_messages_
+//   control blocks that outlive their log  whoever ends a log               none                keep_for_others()'s own
+//   BeforeNext                             optimizer's caller               hooks               BeforeNext::mutex_
+//   which hooks are zerox's own            whoever makes or ends a bucket   optimizer's caller  other_reducers.cpp's
+//   the outer messages of a mesh's flight  reduce worker, who aborts it     the same            BothPending::mutex_
 //
 // Synchronizer::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. So is the mutex of
 // TwoLevelExchange, before no other. A thread holds at most one of the other locks at a time, but for those of sharded
-// parameters, and waits for nothing while it holds it.
+// parameters, and waits for nothing while it holds it, with these exceptions:
+// - The mutexes of a Gather and of TwoLevelExchange: the first reader waits for messages under them. All who want one
+//   of them need these values too.
+// - first_messages_: held until a neighbour's first message has come, which all who want it need. The wait for it is
+//   listed under LongWaits::mutex_.
+// - FlightLog::mutex_: a log's first flight begins messages under it, and so takes those of FailureDetector and
+//   LongWaits. It waits for none of them.
+// - FailureDetector::mutex_: a rank that gives up asks the store under it, for 2.5 s at most, and closes connections.
+//   Nothing goes on there any more. LastSeen::mutex_ is taken under it.
+// - LongWaits::mutex_: its thread takes LastSeen::mutex_ under it, aborts messages, and begins some that nothing
+//   receives. gloo makes it wait for none of that.
+// - BeforeNext::mutex_: a hook does under it what users did to p.grad, which the others have to wait for. It is taken
+//   before all others but Synchronizer::mutex_.
 //
 // Sharded parameters (csrc/residency): readers are all threads that run operators, or touch parameters without one. A
 // worker fetches buckets ahead, and a thread of ShardServer answers other ranks.
