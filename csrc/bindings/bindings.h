@@ -1,4 +1,4 @@
-// The bindings that Python sees, in one file for each folder of csrc. No other files know Python.
+// The bindings that Python sees. No other files know Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -5,8 +5,8 @@ store: save(), load() and latest(); arguments: looks at what these were given
 manifest: what makes a folder a checkpoint; place: where it is written, and what may be removed for it
 names, entries, groups, masks: what is in it; own_params, unwrapped: of ranks with parameters of their own
 saved_state: whether what is there fits; saved_param: what there is of one parameter
-saved_rows: a table of how each part comes, and its run; blocks: 8 bits whose blocks lay otherwise; saved_tables:
-  tables
+saved_rows: says how each part of a bucket's state comes from the file, and then does so; saved_tables: of tables
+blocks: 8-bit state whose blocks were counted otherwise
 parts: runs DCP's planner over zerox's group; everyone: lets ranks fail together
 reader: trusts no file; records: reads elements into their place; writer: needs memory for one tensor
 convert: makes other files of it; from_torch: reads torch's

@@ -1,7 +1,7 @@
 """The parts of one optimizer, each an object that takes the core: Note [Parts of an optimizer] in core.py.
 
 core: what the parts have together, and how its ranks synchronize
-planning, adoption: how parameters get buckets; moved: those that lie elsewhere now, which come back
+planning, adoption: how parameters get buckets; moved: those that .to() or .data = took away
 groups, param_groups: the optimizer's own groups and state, and groups that users add or change
 terms, first_look, look_around: what ranks compare when it is built, and in the first step()
 hand_out: rank 0's parameters on all ranks
@@ -9,5 +9,5 @@ steps: step() once ranks have synchronized; profiled: torch's hooks and ranges a
 mean_gradient, one_gradient: calls about the mean gradient, and about one parameter's; clip_together: of several
   optimizers
 join: how a rank without batches follows the others, in threads of followers
-memory_bytes: bytes that this rank holds; local_bytes: by formula, of its own parameters
+memory_bytes: bytes that this rank holds; local_bytes: by formula, of parameters that no wrapper has
 """

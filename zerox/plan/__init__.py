@@ -7,7 +7,6 @@ buckets: which parameters share a bucket
 form, kept: how a number is stored for each element, and what is kept for one
 stage: a ZeRO stage as data
 plan: what an optimizer is built from; rank_bytes adds up its bytes, with peak for gradients and resident for stage 3
-choices, combinations: the options and the table of which go together, by rulings; pairs_of_tables has its rows about
-  tables
-environment: the table of environment variables
+choices, combinations: the options, and which go together, by rulings; pairs_of_tables: the same for sparse=True
+environment: the environment variables, and what each means
 """

@@ -1,7 +1,8 @@
 """Who trains together, and what ranks compare.
 
 process_group: the argument of that name; group: the ranks, and zerox's own group over them, from own_groups
-roll_call: who refused, failed or never came, before there is a group; polled_store waits beside it
+roll_call: who refused, failed or never came, before there is a group; polled_store: a store whose
+  waits leave it free for other threads
 compared: lines that ranks compare; calls: what the user called, in errors and long waits
 last_words: tells others the error that ended a script
 axes: a mesh over the ranks; model_axes: axes that parts of the model lie on; advice: what ranks on several machines

@@ -261,7 +261,7 @@ def find_ranks(
     """Makes the group of our own over the ranks of ``process_group``.
 
     Collective over these ranks. ``device``: of the parameters; it chooses among a group's backends if there is one for
-    each device type. Raises ValueError for a mesh or a group that chosen_group() refuses, or a backend that can't move
+    each device type. Raises ValueError for a mesh or a group that choose_group() refuses, or a backend that can't move
     tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
     group = choose_group(process_group)

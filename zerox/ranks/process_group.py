@@ -21,7 +21,7 @@ def choose_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
     """The group that it stands for (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
 
     For a mesh (replicate, shard), all its ranks. Collective over these if they are not the default group's. Raises
-    ValueError for a mesh that chosen_grid() refuses, a group that this process is not in, and anything else;
+    ValueError for a mesh that choose_grid() refuses, a group that this process is not in, and anything else;
     RuntimeError for a group of the process that this one was forked from.
     """
     if isinstance(process_group, DeviceMesh):
@@ -64,7 +64,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def check_group(process_group: GroupArgument) -> tuple[int, int] | None:
-    """The shape of a mesh of two axes. Raises as chosen_group() does, without asking other ranks for anything."""
+    """The shape of a mesh of two axes. Raises as choose_group() does, without asking other ranks for anything."""
     if (grid := choose_grid(process_group)) is not None:
         return grid.shape
     choose_group(process_group)
