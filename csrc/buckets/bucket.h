@@ -245,8 +245,8 @@ struct Bucket {
   ReducedShard reduced;
   std::vector<c10::Stream> producers;  // on an accelerator: the streams that gradients came from since the last flight
 
-  int64_t num_zero_copy =
-      0;  // slots: see Notes [Zero-copy from the gradient] and [Alone, gradients stay where they are]
+  // Slots: see Notes [Zero-copy from the gradient] and [Alone, gradients stay where they are].
+  int64_t num_zero_copy = 0;
 
   // Whether some of the slot's elements lie in `rank`'s shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {

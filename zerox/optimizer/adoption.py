@@ -106,11 +106,7 @@ class Adoption:
         core, groups, model = self.core, self.core.groups.param_groups, self.core.grads.model
         subgroups = subgroups_in_order(core.grads.subgroups)
         for each in plan.trained:
-            inside, subgroup, divisor = (
-                [members[place] for place in each.bucket.params],
-                subgroups[each.subgroup],
-                each.divisor,
-            )
+            inside, subgroup = [members[place] for place in each.bucket.params], subgroups[each.subgroup]
             rule = core.rules.of(groups[inside[0].group])
             specs = [rule.spec_of(kept.key) for kept in each.kept]
             bucket = Bucket(each.bucket, inside, subgroup.rank, rule, specs, core.gather.make_buffer)
@@ -118,8 +114,8 @@ class Adoption:
             model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
             give_out(bucket.buffer.slots())
             bucket.start()
-            index = core.grads.add_bucket(bucket, divisor, subgroup)
-            core.calls.scale.add_bucket(divisor)
+            index = core.grads.add_bucket(bucket, each.divisor, subgroup)
+            core.calls.scale.add_bucket(each.divisor)
             core.buckets.append(bucket)
             core.update.add_bucket(bucket, groups)
             yield index, bucket

@@ -96,8 +96,11 @@ class Ranks:
         return self.device.type != "cpu" and self.backend == "gloo"
 
     def axes_for_manager(self) -> list[C.Axis]:
+        return [self.axis_for_manager(axis) for axis in self.axes]
+
+    def axis_for_manager(self, axis: Axis) -> C.Axis:
         direct, gloo = self.exchange != "native", self.backend == "gloo"
-        return [axis.for_manager(direct, gloo, self.via_host, self.neighbours) for axis in self.axes]
+        return axis.for_manager(direct, gloo, self.via_host, self.neighbours)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """In place, on CPU tensors, or on the accelerator's if its backend works there."""

@@ -162,8 +162,7 @@ class Subgroups:
             group = choose_group(argument)
             assert group is not None
             made = self._connect(group, members)
-        direct, gloo = ranks.exchange != "native", ranks.backend == "gloo"
-        axis = Axis(made.data, members, ()).for_manager(direct, gloo, ranks.via_host, ranks.neighbours)
+        axis = ranks.axis_for_manager(Axis(made.data, members, ()))
         exchange = self.manager.add_subgroup(axis, ranks.failure_detector)
         return Subgroup(made, members, exchange, number, len(cut))
 

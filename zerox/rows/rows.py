@@ -45,9 +45,8 @@ from zerox.rules.of_groups import Rules
 
 Groups = Sequence[Mapping[str, Any]]
 Reduced = C.ReducedRows | ReducedRows
-MOST_PIGGYBACKED = (
-    8192  # numbers, of all ranks together, that they tell each other beside all else where they synchronize
-)
+# Numbers, of all ranks together, that they tell each other beside all else where they synchronize.
+MOST_PIGGYBACKED = 8192
 
 
 def flow_of(ranks: Ranks, reads: bool) -> tuple[C.PeerMessages | DeviceMessages, C.RowFlow | DeviceRowFlow]:
