@@ -10,34 +10,10 @@
 #include "params/own_storage.h"
 #include "residency/address_range.h"
 #include "residency/digest.h"
-#include "residency/residents.h"
+#include "residency/residency.h"
 
 namespace zx {
 namespace {
-
-// The residents of one optimizer, and the guard that tells them of reads.
-class Residency {
- public:
-  explicit Residency(std::shared_ptr<Residents> residents)
-      : residents_(std::move(residents)), guard_(std::in_place, Residents::watcher(residents_)) {}
-  ~Residency() {
-    if (Py_IsInitialized() == 0) {  // where the interpreter ends, nobody here reads parameters any more. Others may.
-      new std::shared_ptr(residents_);
-      return;
-    }
-    residents_->make_whole_for_good();
-    guard_.reset();
-    Residents::keep_for_others(residents_);
-  }
-  Residency(const Residency&) = delete;
-  Residency& operator=(const Residency&) = delete;
-  Residents& operator*() const { return *residents_; }
-  Residents* operator->() const { return residents_.get(); }
-
- private:
-  std::shared_ptr<Residents> residents_;
-  std::optional<ReadGuard> guard_;
-};
 
 // `group`: null if all ranks read each other's memory. `faults`: whether reads that nothing announces may fault.
 std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::shared_ptr<FailureDetector> failure_detector,
@@ -47,8 +23,10 @@ std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::share
   Residents::keep_for_others(nullptr);
   auto peers = std::make_shared<PeerShards>(Communicator{group.value_or(Group()), std::move(failure_detector)},
                                             std::move(processes), std::move(ranks), num_holders, rank, timeout);
-  return destroyed_without_gil(
-      new Residency(std::make_shared<Residents>(std::move(peers), faults ? HiddenReads::fault : HiddenReads::raise)));
+  auto* const made = new Residency(std::move(peers), faults ? HiddenReads::fault : HiddenReads::raise);
+  const auto shared = destroyed_without_gil(made, /*also_at_exit=*/false);  // then others may still read its shards
+  Residency::list(shared);
+  return shared;
 }
 
 }  // namespace
@@ -67,6 +45,7 @@ void bind_residency(py::module_& m) {
       .def(
           "has", [](const Room& self, uint64_t address) { return self.has(reinterpret_cast<const void*>(address)); },
           py::arg("address"))
+      .def_property_readonly("address", [](const Room& self) { return reinterpret_cast<uint64_t>(self.address()); })
       .def_property_readonly("nbytes", &Room::bytes);
   py::class_<ShardPlace>(m, "ShardPlace")
       .def(py::init([](uint64_t shard, uint64_t stamps, std::optional<at::Tensor> mapped) {
@@ -103,7 +82,7 @@ void bind_residency(py::module_& m) {
           [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },
           py::arg("nbytes"), Release())
       .def(
-          "make_room", [](Residency& self, size_t bytes, at::Device device) { return self->make_room(bytes, device); },
+          "make_room", [](Residency& self, size_t bytes, at::Device device) { return self.make_room(bytes, device); },
           py::arg("nbytes"), py::arg("device"), Release())
       .def(
           "add",
@@ -113,7 +92,7 @@ void bind_residency(py::module_& m) {
           py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("is_served"), Release())
       .def(
           "make_table_room",
-          [](Residency& self, size_t bytes, at::Device device) { return self->make_table_room(bytes, device); },
+          [](Residency& self, size_t bytes, at::Device device) { return self.make_table_room(bytes, device); },
           py::arg("nbytes"), py::arg("device"), Release())
       .def(
           "add_table",
@@ -164,6 +143,30 @@ void bind_residency(py::module_& m) {
       .def_property_readonly("kept", py::cpp_function([](Residency& self) { return self->kept(); }, Release()))
       .def(
           "let_kept_go", [](Residency& self) { self->let_kept_go(); }, Release())
+      .def_readwrite("identity", &Residency::identity)
+      .def_property_readonly("version", [](Residency& self) { return self->version(); })
+      .def_property_readonly("kind", [](Residency& self) { return self->kind(); })
+      .def_static("left_with", &Residency::left_with, py::arg("tensor"), Release())
+      .def("leave_to_params", &Residency::leave_to_params)
+      .def(
+          "bucket_of", [](Residency& self, const at::Tensor& tensor) { return self->bucket_of(tensor); },
+          py::arg("tensor"), Release())
+      .def(
+          "room", [](Residency& self, int64_t bucket) { return self->room(bucket); }, py::arg("bucket"))
+      .def(
+          "shard", [](Residency& self, int64_t bucket) { return self->shard(bucket); }, py::arg("bucket"))
+      .def(
+          "is_free", [](Residency& self, int64_t bucket) { return self->is_free(bucket); }, py::arg("bucket"),
+          Release())
+      .def(
+          "begin_handover",
+          [](Residency& self, const std::vector<int64_t>& buckets) { return self->handover().begin(buckets); },
+          py::arg("buckets"), Release())
+      .def("take", &Residency::take, py::arg("source"), py::arg("bucket"), py::arg("name"), py::arg("is_served"),
+           Release())
+      .def(
+          "end_handover", [](Residency& self) { self->handover().end(); }, Release())
+      .def("let_shards_go", &Residency::let_shards_go, Release())
       .def(
           "take_failure", [](Residency& self) { return self->take_failure(); }, Release())
       .def(

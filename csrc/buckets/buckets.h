@@ -87,7 +87,9 @@ namespace zx {
 //   Guards: watchers, roles, regions       whoever makes a ReadGuard, and   readers             Guards::mutex
 //                                            readers
 //   who handles SIGSEGV                    AddressRange, Readers            the same            fault_mutex()
-//   optimizers that are gone               whoever makes or ends one        the same            keep_for_others()'s own
+//   shards that others may still read      whoever ends a Residency         the same            keep_for_others()'s own
+//   which Residency objects there are      whoever makes one                the same            residency.cpp's all()
+//   leases that ended under a lock         whoever lets go of a tensor      whoever ends one    lease.cpp's late()
 //
 // They are taken in this order, and those that share a line are not held together:
 //
@@ -95,8 +97,9 @@ namespace zx {
 //   BucketCopies::mutex
 //   DeviceRoom::mutex_, SparePages::mutex_, storages_mutex_, fault_mutex(), a Worker's; ShardServer::mutex_
 //   addresses()
+//   lease.cpp's late()
 //
-// BucketCopies::mutex is never held together with ShardServer::mutex_. A thread waits for no device, no message and no
+// residency.cpp's all() is taken without any other. BucketCopies::mutex is never held together with ShardServer::mutex_. A thread waits for no device, no message and no
 // other rank under any of them: Fetcher and Publisher do so without, and ShardServer sends answers under its mutex, and
 // waits for none. (Torch's allocator may wait for a device under DeviceRoom::mutex_, where memory is short.) Under
 // BucketCopies::mutex a thread may wait on BucketCopies::changed, which lets go of it, but only in the function that has

@@ -52,9 +52,9 @@ size_t of_whole_pages(size_t bytes) {
   return std::max<size_t>(1, (bytes + page - 1) / page) * page;
 }
 
-// Moves a chunk's pages. The addresses that they leave stay reserved.
-bool move(char* from, char* to) {
-  return mremap(from, kChunk, kChunk, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to;
+// Moves pages of a chunk, or of less. The addresses that they leave stay reserved.
+bool move(char* from, char* to, size_t bytes = kChunk) {
+  return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) == to;
 }
 
 void drop(char* start, size_t bytes) { (void)madvise(start, bytes, MADV_DONTNEED); }
@@ -120,9 +120,12 @@ AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, Hidd
     : bytes_(bytes),
       reserved_bytes_(of_whole_pages(bytes)),
       reserved_(reserved_bytes_),
+      apart_(reserved_bytes_),
       spare_(std::move(spare)),
       hidden_(hidden) {
-  (void)madvise(data(), reserved_bytes_ / kChunk * kChunk, spare_ == nullptr ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
+  for (char* start : {data(), apart_.data()}) {
+    (void)madvise(start, reserved_bytes_ / kChunk * kChunk, spare_ == nullptr ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
+  }
   protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
   count_more(reserved_bytes_);
 }
@@ -142,13 +145,31 @@ void AddressRange::release() {
 }
 
 void AddressRange::restore() {
-  has_memory_ = true;
+  has_memory_ = is_apart_ = true;
   keep_fault_handler();
   size_t done = 0;
-  while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->give(data() + done)) done += kChunk;
-  allow(PROT_READ | PROT_WRITE);
+  while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->give(apart_.data() + done)) done += kChunk;
+  protect(apart_.data(), reserved_bytes_, PROT_READ | PROT_WRITE);
+  if (spare_ == nullptr) {  // parts of it may have memory
+    allow(PROT_NONE);
+    drop(data(), reserved_bytes_);
+  }
   counted_ += done;
   count_more(reserved_bytes_ - counted_);
+}
+
+void AddressRange::end_fetch() {
+  if (!is_apart_) return;
+  for (size_t done = 0; done < reserved_bytes_; done += kChunk) {
+    char* const from = apart_.data() + done;
+    const size_t some = std::min(kChunk, reserved_bytes_ - done);
+    if (move(from, data() + done, some)) continue;
+    protect(data() + done, some, PROT_READ | PROT_WRITE);
+    std::memcpy(data() + done, from, some);
+    drop(from, some);
+  }
+  is_apart_ = false;
+  let_ask(true);
 }
 
 void AddressRange::let_write(bool may) { allow(may ? PROT_READ | PROT_WRITE : PROT_READ); }
@@ -164,6 +185,7 @@ void AddressRange::let_ask(bool may) {
   if (hidden_ == HiddenReads::fault) return;
   const std::lock_guard lock(storages_mutex_);
   if (std::exchange(may_ask_, may) == may) return;
+  const Lease::Postponed postponed;
   std::erase_if(storages_, [](const auto& each) { return each.expired(); });
   for (const auto& each : storages_) {
     if (const auto storage = each.lock()) tell(*storage);
@@ -190,10 +212,16 @@ ReservedAddresses::ReservedAddresses(size_t bytes) : bytes_(bytes), start_(nullp
 }
 ReservedAddresses::~ReservedAddresses() = default;
 AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden)
-    : bytes_(bytes), reserved_bytes_(bytes), reserved_(bytes), spare_(std::move(spare)), hidden_(hidden) {}
+    : bytes_(bytes),
+      reserved_bytes_(bytes),
+      reserved_(bytes),
+      apart_(bytes),
+      spare_(std::move(spare)),
+      hidden_(hidden) {}
 AddressRange::~AddressRange() = default;
 void AddressRange::release() {}
 void AddressRange::restore() {}
+void AddressRange::end_fetch() {}
 void AddressRange::let_write(bool /*may*/) {}
 void AddressRange::let_ask(bool /*may*/) {}
 void AddressRange::hide() {}
@@ -207,7 +235,7 @@ std::shared_ptr<AddressRange> AddressRange::make(size_t bytes, std::shared_ptr<S
 
 at::Tensor AddressRange::tensor(at::ScalarType dtype) {
   const auto numel = static_cast<int64_t>(bytes_ / c10::elementSize(dtype));
-  auto* kept = new std::shared_ptr<AddressRange>(shared_from_this());
+  auto* kept = new std::pair(shared_from_this(), share());
   return at::from_blob(data(), {numel}, [kept](void* /*data*/) { delete kept; }, at::TensorOptions().dtype(dtype));
 }
 
@@ -233,7 +261,7 @@ void AddressRange::tell(c10::StorageImpl& storage) const {
 
 void AddressRange::take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
   const auto* from = static_cast<const char*>(shard.const_data_ptr());
-  for (const BytePiece& each : own) std::memcpy(data() + each.to, from + each.from, each.bytes);
+  for (const BytePiece& each : own) std::memcpy(filled() + each.to, from + each.from, each.bytes);
 }
 
 void AddressRange::store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
@@ -247,7 +275,7 @@ void AddressRange::pull(const at::Tensor& /*mapped*/, size_t /*start*/) {
 
 void AddressRange::spoil(const std::vector<BytePiece>& own) {
   if (!has_memory_) return;
-  for (const ByteSpan& each : all_but(own)) std::memset(data() + each.start, 0xff, each.stop - each.start);
+  for (const ByteSpan& each : all_but(own)) std::memset(filled() + each.start, 0xff, each.stop - each.start);
 }
 
 void AddressRange::count_more(size_t bytes) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "residency/room.h"
@@ -24,6 +25,7 @@ namespace zx {
 // to be filled. They are moved in chunks of the size of a large page; what is left of a range is made anew each time.
 //
 // A released range can be neither read nor written: a read that nothing announces never finds another bucket's values.
+// Nor does it find a part of its own: memory is filled at other addresses, and pages move to theirs when all is there.
 
 // What happens to such a read: it faults, see Note [Reads that nothing announces], or torch raises RuntimeError where
 // it is asked for the address, as numpy() and data_ptr() ask it. It raises for whatever no operator is using: which
@@ -82,6 +84,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   AddressRange& operator=(const AddressRange&) = delete;
 
   char* data() const { return reserved_.data(); }
+  const char* address() const override { return data(); }
 
   size_t bytes() const override { return bytes_; }
   bool has(const void* address) const override { return address >= data() && address < data() + bytes_; }
@@ -89,10 +92,11 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   at::Tensor with_own_storage(const at::Tensor& view) override;
   void release() override;
   void restore() override;
+  void end_fetch() override;
   void let_write(bool may) override;
   void let_ask(bool may) override;
   void restore_in_child() override;
-  Inbox inbox() override { return {.data = data()}; }
+  Inbox inbox() override { return {.data = filled()}; }
   void take_in(const Inbox& /*inbox*/, const std::vector<ByteSpan>& /*spans*/) override {}
   void pull(const at::Tensor& mapped, size_t start) override;
   void await_pulls() override {}
@@ -105,8 +109,10 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void end_use() override {}
   uint64_t digest() override;
 
+  // Its memory comes from there now, and goes there. To be called while it has none.
+  void move_to(std::shared_ptr<SparePages> spare) { spare_ = std::move(spare); }
   // Of a range of which parts have memory: that so many bytes of it are in use, until it is released; and that nobody
-  // may read it until let_write() or restore().
+  // may read it until let_write() or end_fetch().
   void count_more(size_t bytes);
   void hide();
 
@@ -117,11 +123,14 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
  private:
   AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden);
   void allow(int how);
+  char* filled() const { return is_apart_ ? apart_.data() : data(); }
   void tell(c10::StorageImpl& storage) const;
 
   size_t bytes_;
   size_t reserved_bytes_;  // of whole pages
   ReservedAddresses reserved_;
+  ReservedAddresses apart_;  // where its memory is filled
+  bool is_apart_ = false;
   size_t counted_ = 0;      // of these, in use
   bool has_memory_ = true;  // all of it
   std::shared_ptr<SparePages> spare_;

@@ -15,9 +15,9 @@ double mib(size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 }  // namespace
 
-void BucketCopies::add(std::unique_ptr<ShardedBucket> added, Locked /*lock*/) {
+void BucketCopies::add(std::unique_ptr<ShardedBucket> added, Copy::State state, Locked /*lock*/) {
   uses_.add();
-  cache_.add(added->room->bytes(), added->rows != nullptr);
+  cache_.add(added->room->bytes(), added->rows != nullptr, state);
   buckets_.push_back(std::move(added));
 }
 
@@ -35,12 +35,17 @@ std::shared_ptr<Room> BucketCopies::make_table_room(size_t bytes, c10::Device de
   return rooms_.make_for_table(bytes, device);
 }
 
+void BucketCopies::take_room(Room& room) {
+  const Lock lock(mutex);
+  rooms_.take(room);
+}
+
 size_t BucketCopies::room_bytes() {
   const Lock lock(mutex);
   return cache_.resident_bytes() + rooms_.spare().bytes();
 }
 
-// A bucket without a room: the optimizer was deleted.
+// A bucket without a room: optimizer.unshard() was called.
 void BucketCopies::begin_use(int64_t bucket) {
   if (!on_accelerator()) return;
   const Lock lock(mutex);
@@ -75,9 +80,10 @@ void BucketCopies::forbid_writes(int64_t bucket, Locked /*lock*/) {
   if (!uses_.may_be_written(bucket)) buckets_[bucket]->room->let_write(false);
 }
 
-void BucketCopies::forget(Locked lock) {
-  end_ = End::over;
+void BucketCopies::end(Locked lock) {
+  is_over_ = true;
   for (int64_t bucket = 0; bucket < size(lock); ++bucket) cache_[bucket].may_go = false;
+  rooms_.spare().trim(0);
 }
 
 // An operator can't be stopped.

@@ -37,8 +37,8 @@ class BucketCopies {
   Uses& uses(Locked /*lock*/) { return uses_; }
   ResidencyReport& report(Locked /*lock*/) { return report_; }
 
-  // Appends a bucket, resident. Its `index` must be size().
-  void add(std::unique_ptr<ShardedBucket> added, Locked lock);
+  // Appends a bucket. Its `index` must be size().
+  void add(std::unique_ptr<ShardedBucket> added, Copy::State state, Locked lock);
   int64_t size(Locked /*lock*/) const { return static_cast<int64_t>(buckets_.size()); }
   bool has(int64_t bucket, const std::shared_ptr<Room>& room, Locked lock) const;
 
@@ -50,12 +50,9 @@ class BucketCopies {
   // Its memory may only be read again, unless an operator or whole() still writes it.
   void forbid_writes(int64_t bucket, Locked lock);
 
-  // The optimizer is being deleted: a fetch that fails is the last one. Then it is gone, and nothing is released any
-  // more.
-  void begin_end(Locked /*lock*/) { end_ = End::near; }
-  void forget(Locked lock);
-  bool is_ending(Locked /*lock*/) const { return end_ != End::far; }
-  bool is_forgotten(Locked /*lock*/) const { return end_ == End::over; }
+  // Nothing is released any more: all is whole, or nobody reads it.
+  void end(Locked lock);
+  bool is_over(Locked /*lock*/) const { return is_over_; }
 
   void note(ResidencyEvent::Kind kind, int64_t bucket, Locked /*lock*/) {
     report_.log().note(kind, bucket, cache_.resident_bytes());
@@ -72,6 +69,8 @@ class BucketCopies {
 
   std::shared_ptr<Room> make_room(size_t bytes, c10::Device device);
   std::shared_ptr<Room> make_table_room(size_t bytes, c10::Device device);
+  // A room that other copies were in. Rooms of one optimizer use each other's memory.
+  void take_room(Room& room);
   size_t room_bytes();  // of what is resident, and spare
   // An operator of this thread reads it, on its current stream.
   void begin_use(int64_t bucket);
@@ -87,8 +86,6 @@ class BucketCopies {
   void restore_in_child(int64_t bucket);
 
  private:
-  enum class End : uint8_t { far, near, over };
-
   const Process process_;
   Rooms rooms_;
   std::atomic<bool> is_hostile_ = false;
@@ -96,7 +93,7 @@ class BucketCopies {
   Uses uses_;
   Cache cache_;
   ResidencyReport report_;
-  End end_ = End::far;
+  bool is_over_ = false;
 };
 
 }  // namespace zx

@@ -41,12 +41,14 @@ class Cache {
   // `uses`: of the same buckets, which are added to it first.
   explicit Cache(const Uses& uses) : uses_(uses) {}
 
-  // Appends a bucket, resident.
-  void add(size_t bytes, bool is_table) {
-    copies_.push_back({.bytes = bytes, .is_table = is_table});
+  // Appends a bucket, resident or released.
+  void add(size_t bytes, bool is_table, Copy::State state = Copy::State::resident) {
+    copies_.push_back({.bytes = bytes, .is_table = is_table, .state = state});
     touch(size() - 1);
-    hold(size() - 1, bytes);
+    if (state == Copy::State::resident) hold(size() - 1, bytes);
   }
+  // A released bucket is here no longer: nobody has to fetch it, and it takes no memory.
+  void give_away(int64_t bucket) { copies_[bucket] = {.state = Copy::State::resident}; }
   int64_t size() const { return static_cast<int64_t>(copies_.size()); }
   Copy& operator[](int64_t bucket) { return copies_[bucket]; }
   const Copy& operator[](int64_t bucket) const { return copies_[bucket]; }

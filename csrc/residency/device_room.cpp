@@ -103,6 +103,7 @@ void DeviceRoom::restore() {
 }
 
 void DeviceRoom::move_to(char* address) {
+  const Lease::Postponed postponed;
   const std::lock_guard lock(addresses());
   address_ = address;
   for (const Lodger& each : lodgers_) {
@@ -135,10 +136,17 @@ bool DeviceRoom::has(const void* address) const {
   return place >= address_ && place < address_ + bytes_;
 }
 
+const char* DeviceRoom::address() const {
+  const std::lock_guard lock(mutex_);
+  return address_;
+}
+
 at::Tensor DeviceRoom::lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  auto kept = std::make_shared<std::pair<std::shared_ptr<DeviceRoom>, std::shared_ptr<Lease>>>(shared_from_this(), share());
+  const std::shared_ptr<DeviceRoom> let(kept, kept->first.get());
   at::Tensor made = at::for_blob(address, sizes)
                         .strides(strides)
-                        .context(new std::shared_ptr<DeviceRoom>(shared_from_this()), &leave)
+                        .context(new std::shared_ptr<DeviceRoom>(let), &leave)
                         .target_device(streams_.device())
                         .options(at::TensorOptions(streams_.device()).dtype(dtype))
                         .make_tensor();

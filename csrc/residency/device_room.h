@@ -45,9 +45,11 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   // The room that a tensor lies in, null if in none.
   static std::shared_ptr<DeviceRoom> of(const at::Tensor& tensor);
   void record_stream(c10::Stream stream) override;
+  c10::Stream fetches() const { return streams_.fetches(); }
 
   size_t bytes() const override { return bytes_; }
   bool has(const void* address) const override;
+  const char* address() const override;
   at::Tensor tensor(at::ScalarType dtype) override;
   at::Tensor with_own_storage(const at::Tensor& view) override;
   void release() override;

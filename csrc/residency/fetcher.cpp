@@ -15,9 +15,6 @@ Question question_of(const ShardedBucket& sharded, const Wanted& wanted) {
   return {.bucket = sharded.index, .version = wanted.version, .stored = wanted.written, .wants_shard = true};
 }
 
-// Where a rank is gone, the end of the optimizer would else wait for it once a bucket.
-void check_not_given_up(const Wanted& wanted) { TORCH_CHECK(wanted.given_up.empty(), wanted.given_up); }
-
 }  // namespace
 
 // ---- buckets
@@ -42,13 +39,15 @@ std::string Fetcher::fetch(const ShardedBucket& sharded, const Wanted& wanted) c
   if (sharded.rows != nullptr && !sharded.rows->has_pages()) return fetch_rows(sharded, sharded.rows->all(), wanted);
   const Range range("fetch", sharded.index);
   const Doing doing([&sharded] { return "a read of the parameters of " + sharded.name; }, /*per_batch=*/true);
+  std::string failure;
   try {
     fetch_whole(sharded, wanted);
   } catch (const std::exception& error) {
     sharded.room->spoil(own_shard(sharded));
-    return "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
+    failure = "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
   }
-  return "";
+  sharded.room->end_fetch();
+  return failure;
 }
 
 void Fetcher::fetch_whole(const ShardedBucket& sharded, const Wanted& wanted) const {
@@ -59,7 +58,6 @@ void Fetcher::fetch_whole(const ShardedBucket& sharded, const Wanted& wanted) co
     room.let_write(true);
   }
   if (wanted.own_too) take_own(sharded);
-  check_not_given_up(wanted);
   const auto through_host = spans_through_host(sharded);
   const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
   const auto pieces_of = [&](int rank) { return sharded.shard_of(rank); };
@@ -106,7 +104,6 @@ void Fetcher::fetch_into_pages(const ShardedBucket& sharded, const std::vector<i
   TableRows& table = *sharded.rows;
   sharded.room->let_write(true);
   sharded.room->take_shard(sharded.shard, table.pieces_of(peers_->rank(), rows));
-  check_not_given_up(wanted);
   const auto pieces_of = [&](int rank) { return table.pieces_of(rank, rows); };
   peers_->fetch(question_of(sharded, wanted), sharded.places, {table.range().data(), pieces_of, {}, /*in_part=*/true});
 }
@@ -119,7 +116,6 @@ void Fetcher::fetch_to_device(const ShardedBucket& sharded, const std::vector<in
   const std::vector<RowMoves> moves = sharded.rows->moves_by_owner(peers_->num_holders(), rows);
   room.restore();
   room.take_rows(sharded.shard, moves[peers_->rank()], row_bytes);
-  check_not_given_up(wanted);
   RowMoves through_host;
   std::vector<std::vector<BytePiece>> pieces(moves.size());  // of each owner's shard, and where they are packed
   for (int rank = 0; rank < peers_->num_holders(); ++rank) {

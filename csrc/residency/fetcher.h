@@ -17,7 +17,6 @@ struct Wanted {
   int64_t written = 0;      // how often they must have been written outside step()
   bool memory_too = false;  // the bucket has none
   bool own_too = false;     // this rank's own part of it too
-  std::string given_up{};   // why nobody is asked any more; empty if all are
 };
 
 // Waits for other ranks and for devices, so no thread holds a lock while it calls any of these. Who calls it sees to it

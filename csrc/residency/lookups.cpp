@@ -50,7 +50,7 @@ bool Lookups::begin(int64_t bucket, const at::Tensor& tensor, const ReadGuard::U
   const at::Tensor* indices = nullptr;
   {
     const BucketCopies::Lock lock(copies_.mutex);
-    if (sharded.room == nullptr) return true;  // the optimizer was deleted, and all is whole
+    if (sharded.room == nullptr) return true;  // all is whole for good
     indices = looked_up(use, tensor, *sharded.room, sharded.rows->row_bytes());
   }
   if (indices == nullptr) {
@@ -75,7 +75,7 @@ void Lookups::warn_of_whole(int64_t bucket, const char* reader) {
   {
     const BucketCopies::Lock lock(copies_.mutex);
     const bool is_fetched = !copies_.cache(lock)[bucket].is_up_to_date() && !copies_.uses(lock).is_whole() &&
-                            !copies_.is_forgotten(lock) && !copies_.is_in_child();
+                            !copies_.is_over(lock) && !copies_.is_in_child();
     if (!is_fetched || sharded.rows->has_warned()) return;
   }
   TORCH_WARN("zerox: ", reader, " reads ", sharded.name, ", which is sharded by rows, and is no lookup of ",

@@ -79,7 +79,9 @@ void Publisher::end_update(bool any_written) {
 
 void Publisher::await_pulls() const {
   std::vector<std::shared_ptr<Room>> rooms;
-  for (const ShardedBucket* sharded : all()) rooms.push_back(sharded->room);
+  for (const ShardedBucket* sharded : all()) {
+    if (sharded->room != nullptr) rooms.push_back(sharded->room);
+  }
   for (const auto& room : rooms) room->await_pulls();
 }
 
@@ -88,7 +90,7 @@ void Publisher::await_pulls() const {
 std::vector<ShardedBucket*> Publisher::to_take_over(const std::vector<int64_t>& written) const {
   const BucketCopies::Lock lock(copies_.mutex);
   std::vector<ShardedBucket*> found;
-  if (copies_.is_forgotten(lock) || copies_.uses(lock).is_whole()) return found;
+  if (copies_.is_over(lock) || copies_.uses(lock).is_whole()) return found;
   for (const int64_t bucket : written) {
     if (copies_[bucket].places.empty()) continue;  // the constructor is not through
     if (copies_.uses(lock).stays(bucket) != Stays::kept) found.push_back(&copies_[bucket]);

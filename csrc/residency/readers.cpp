@@ -29,7 +29,7 @@ void Readers::watch_added() {
     const BucketCopies::Lock lock(copies_.mutex);
     std::vector<AddressMap::Range> ranges;
     for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
-      const auto* range = dynamic_cast<const AddressRange*>(copies_[bucket].room.get());
+      const auto* range = dynamic_cast<const AddressRange*>(copies_[bucket].room.get());  // null if it was given away
       if (range != nullptr) ranges.push_back({range->data(), range->data() + range->bytes(), bucket});
     }
     faults = !ranges.empty() && copies_.hidden_reads_fault();
@@ -43,7 +43,6 @@ void Readers::forget_addresses() {
   addresses_.replace({});
 }
 
-// The bucket that a tensor lies in, or -1.
 int64_t Readers::bucket_of(const at::Tensor& tensor) const {
   if (tensor.is_cpu()) return addresses_.at(data_ptr_of(tensor).get());
   const auto room = DeviceRoom::of(tensor);
@@ -69,7 +68,7 @@ void Readers::before_hidden_reads(const char* reader, ReadGuard::Pins& pins) {
   int64_t count = 0;
   {
     const BucketCopies::Lock lock(copies_.mutex);
-    if (!copies_.is_forgotten(lock)) count = copies_.size(lock);
+    if (!copies_.is_over(lock)) count = copies_.size(lock);
   }
   for (int64_t bucket = 0; bucket < count; ++bucket) pin_for(bucket, reader, pins);
 }
@@ -148,7 +147,7 @@ void Readers::refuse_collective(int64_t bucket) {
   {
     const BucketCopies::Lock lock(copies_.mutex);
     Uses& uses = copies_.uses(lock);
-    if (uses.is_whole() || sharded.places.empty() || copies_.is_forgotten(lock)) return;
+    if (uses.is_whole() || sharded.places.empty() || copies_.is_over(lock)) return;
     if (uses.stays(bucket) != Stays::lent && uses.lend(bucket)) sharded.room->let_write(true);
   }
   ReadGuard::raise_soon("zerox: a collective of torch.distributed was called on parameters of " + sharded.name +
@@ -185,7 +184,7 @@ void Readers::end_use(const ReadGuard::Pin& pin, BucketCopies::Locked lock) {
   if (sharded.room != nullptr) sharded.room->end_use();
   uses.unpin(bucket);
   const bool was_last_writer = pin.may_write && uses.end_write(bucket);
-  if (was_last_writer && copy.state == Copy::State::resident && !copies_.is_forgotten(lock)) {
+  if (was_last_writer && copy.state == Copy::State::resident && !copies_.is_over(lock)) {
     copies_.forbid_writes(bucket, lock);
   }
   if (copy.is_outdated()) copies_.changed.notify_all();
@@ -243,7 +242,7 @@ std::string Readers::bring_at_fault(int64_t bucket) {
 std::string Readers::let_write_be_lost(int64_t bucket, BucketCopies::Locked lock) {
   const ShardedBucket& sharded = copies_[bucket];
   sharded.room->let_write(true);
-  if (sharded.places.empty() || copies_.is_forgotten(lock)) return "";
+  if (sharded.places.empty() || copies_.is_over(lock)) return "";
   return "zerox: parameters of " + sharded.name +
          " were written without an operator (through numpy, or from a file), and such a write is lost when they "
          "are released: write inside optimizer.whole()";

@@ -13,7 +13,8 @@ Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden
       fetcher_(peers_),
       publisher_(copies_, fetcher_, peers_),
       turns_(copies_, fetcher_, publisher_, peers_->asks_others()),
-      readers_(copies_, turns_, publisher_) {}
+      readers_(copies_, turns_, publisher_),
+      handover_(copies_, turns_, publisher_, readers_) {}
 
 // ---- buckets
 
@@ -22,7 +23,17 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   added->name = std::move(name);
   added->room = std::move(room);
   added->shard = std::move(shard);
-  return add(std::move(added), is_served);
+  added->room->end_use();  // it was filled
+  return add(std::move(added), is_served, Copy::State::resident);
+}
+
+int64_t Residents::take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
+  copies_.take_room(*room);
+  auto added = std::make_unique<ShardedBucket>();
+  added->name = std::move(name);
+  added->room = std::move(room);
+  added->shard = std::move(shard);
+  return add(std::move(added), is_served, Copy::State::released);
 }
 
 int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served,
@@ -34,18 +45,18 @@ int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::T
   added->rows = std::make_unique<TableRows>(std::move(owners), room->bytes() / num_rows, std::move(range));
   added->room = std::move(room);
   added->shard = std::move(shard);
-  return add(std::move(added), is_served);
+  added->room->end_use();  // it was filled
+  return add(std::move(added), is_served, Copy::State::resident);
 }
 
-int64_t Residents::add(std::unique_ptr<ShardedBucket> added, bool is_served) {
-  added->room->end_use();  // it was filled
+int64_t Residents::add(std::unique_ptr<ShardedBucket> added, bool is_served, Copy::State state) {
   if (is_served) added->served = added->room->served(added->shard);
   publisher_.announce(*added);
   const BucketCopies::Lock lock(copies_.mutex);
   const int64_t index = copies_.size(lock);
   added->index = index;
   added->room->set_index(index);
-  copies_.add(std::move(added), lock);
+  copies_.add(std::move(added), state, lock);
   return index;
 }
 
@@ -63,12 +74,23 @@ void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
     copies_.cache(lock)[bucket].may_go = !by_rank.empty();
     sharded.places = std::move(by_rank);
     is_whole = copies_.uses(lock).is_whole();
-    if (!is_whole) sharded.room->let_write(false);
+    if (!is_whole && copies_.cache(lock)[bucket].state == Copy::State::resident) sharded.room->let_write(false);
     if (sharded.rows != nullptr) copies_.release_if_free(bucket, lock);  // lookups come first
     if (!copies_.uses(lock).is_pinned(bucket)) sharded.room->let_ask(false);
     copies_.make_space(0, nullptr, lock);
   }
   if (is_whole) publisher_.note_digest(bucket);
+}
+
+bool Residents::is_free(int64_t bucket) {
+  const BucketCopies::Lock lock(copies_.mutex);
+  const Copy& copy = copies_.cache(lock)[bucket];
+  return copy.may_go && !copy.is_table && !copies_.uses(lock).is_pinned(bucket) && copies_.report(lock).failure().empty();
+}
+
+int64_t Residents::version() {
+  const BucketCopies::Lock lock(copies_.mutex);
+  return publisher_.version(lock);
 }
 
 void Residents::set_limit(size_t bytes) {
@@ -211,33 +233,27 @@ std::vector<bool> Residents::resident() {
 
 // ---- the end
 
-void Residents::make_whole_for_good() {
+void Residents::stop_reading() {
   if (copies_.is_in_child()) return;
-  {
-    const BucketCopies::Lock lock(copies_.mutex);
-    copies_.begin_end(lock);
-  }
-  enter_whole();
+  turns_.end();
   publisher_.await_pulls();
   {
     std::vector<at::Tensor> mapped;  // destroyed without the lock: tensors that Python knows need the GIL for it
     const BucketCopies::Lock lock(copies_.mutex);
-    copies_.forget(lock);
     for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
       for (ShardPlace& place : copies_[bucket].places) mapped.push_back(std::exchange(place.mapped, {}));
     }
   }
   publisher_.say_left();
-  const std::string lost = failure();
-  if (!lost.empty()) TORCH_WARN(lost, ". The optimizer was deleted without them");
 }
 
-// The parameters keep them.
+// Parameters that are there keep them.
 void Residents::let_rooms_go() {
   readers_.forget_addresses();
+  std::vector<std::shared_ptr<Room>> gone;  // destroyed without the lock
   const BucketCopies::Lock lock(copies_.mutex);
   for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
-    copies_[bucket].room.reset();
+    gone.push_back(std::exchange(copies_[bucket].room, {}));
     if (copies_[bucket].rows != nullptr) copies_[bucket].rows->let_go();
   }
 }
@@ -245,7 +261,8 @@ void Residents::let_rooms_go() {
 void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   static auto* const kept = new std::vector<std::shared_ptr<Residents>>();  // leaked, with its lock
   static auto* const mutex = new std::mutex;
-  if (gone != nullptr) gone->readers_.stop();  // all is whole, and stays
+  Lease::end_late();
+  if (gone != nullptr) gone->readers_.stop();
   if (gone != nullptr && !gone->copies_.is_in_child()) gone->let_rooms_go();
   std::vector<std::shared_ptr<Residents>> over;  // destroyed without the lock
   const std::lock_guard lock(*mutex);

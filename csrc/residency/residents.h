@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "residency/bucket_copies.h"
 #include "residency/fetcher.h"
+#include "residency/handover.h"
 #include "residency/peer_shards.h"
 #include "residency/publisher.h"
 #include "residency/readers.h"
@@ -54,7 +56,9 @@ class Residents {
   // RowOwners.
   int64_t add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served, int64_t num_rows,
                     const at::Tensor& of_block);
-  // To be called after add(): reads of all of them are seen from now on.
+  // The same of a bucket that handover() of others has given.
+  int64_t take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
+  // To be called after these: reads of all of them are seen from now on.
   void watch_added() { readers_.watch_added(); }
   // Where this rank has its shard, for the others; and where all have theirs, once they have told.
   ShardPlace place(int64_t bucket) const;
@@ -88,6 +92,22 @@ class Residents {
   std::vector<int64_t> kept() const { return publisher_.kept(); }
   void let_kept_go() { publisher_.let_kept_go(); }
 
+  // To a new optimizer of the same parameters.
+  Handover& handover() { return handover_; }
+  // What must be the same there: how many ranks hold shards, which of them this one is, and whether hidden reads fault.
+  std::tuple<int, int, bool> kind() const {
+    return {peers_->num_holders(), peers_->rank(), copies_.hidden_reads_fault()};
+  }
+  // Of the step whose values the shards have.
+  int64_t version();
+  // The bucket that a tensor lies in, or -1; and of a bucket its memory, which must not have been given away, and this
+  // rank's shard.
+  int64_t bucket_of(const at::Tensor& tensor) const { return readers_.bucket_of(tensor); }
+  std::shared_ptr<Room> room(int64_t bucket) const { return copies_[bucket].room; }
+  at::Tensor shard(int64_t bucket) const { return copies_[bucket].shard; }
+  // Whether it could be given away now, if nobody begins to use it.
+  bool is_free(int64_t bucket);
+
   // What could not be fetched, or was written and is lost, since the last take; empty if nothing.
   std::string failure();
   std::string take_failure();
@@ -106,14 +126,14 @@ class Residents {
   size_t served_bytes() const;                          // of copies of shards that others read in the host's memory
   std::vector<bool> resident();
   size_t num_calls() const { return readers_.num_calls(); }
-  // The optimizer is about to go: makes everything whole, for good.
-  void make_whole_for_good();
-  // It is gone. Others may still read this rank's shards, which are kept until all have come here. Null: lets go of
-  // those whose time has come.
+  // This rank fetches nothing any more, and says so to the others.
+  void stop_reading();
+  // Nobody here reads any of it any more, unless all is whole. Others may still read this rank's shards, which are kept
+  // until all have stopped reading. Null: lets go of those whose time has come.
   static void keep_for_others(const std::shared_ptr<Residents>& gone);
 
  private:
-  int64_t add(std::unique_ptr<ShardedBucket> added, bool is_served);
+  int64_t add(std::unique_ptr<ShardedBucket> added, bool is_served, Copy::State state);
   void let_rooms_go();
 
   const std::shared_ptr<const PeerShards> peers_;
@@ -122,6 +142,7 @@ class Residents {
   Publisher publisher_;
   Turns turns_;
   Readers readers_;
+  Handover handover_;
 };
 
 }  // namespace zx

@@ -6,9 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "peers/neighbours.h"
+#include "residency/lease.h"
 
 namespace zx {
 
@@ -31,6 +33,16 @@ class Room {
 
   virtual size_t bytes() const = 0;
   virtual bool has(const void* address) const = 0;
+  // Where its tensors lie now.
+  virtual const char* address() const = 0;
+  // What its tensors keep alive: see Note [A model outlives its optimizer]. To be called before there are any.
+  void let_to(std::weak_ptr<const void> owner) { owner_ = std::move(owner); }
+  // The tensors that there are keep another one from now on. Returns what they kept.
+  std::shared_ptr<const void> pass_to(const std::shared_ptr<const void>& owner) {
+    owner_ = owner;
+    const std::shared_ptr<Lease> lease = lease_.lock();
+    return lease == nullptr ? nullptr : lease->keep(owner);
+  }
   // [bytes / element] of it; keeps it alive. To be called once.
   virtual at::Tensor tensor(at::ScalarType dtype) = 0;
   // The elements of a view of that tensor, in a storage of their own that keeps the room alive: see
@@ -39,9 +51,10 @@ class Room {
 
   // Takes its memory away.
   virtual void release() = 0;
-  // Gives it memory, with whatever is in it.
+  // Gives it memory, with whatever is in it, for a fetch. When that is over, all may be read.
   virtual void restore() = 0;
-  // Whether it may be written; it may after restore(). A write where it may not is a fault, if the system can tell.
+  virtual void end_fetch() {}
+  // Whether it may be written; it may after end_fetch(). A write where it may not is a fault, if the system can tell.
   virtual void let_write(bool may) = 0;
   // Whether tensors that lie here may be asked for their addresses, if hidden reads are to raise. They may as soon as
   // the memory may be read, and are not to when nobody uses it any more. See HiddenReads.
@@ -93,6 +106,13 @@ class Room {
   void set_index(int64_t index) { index_ = index; }
 
  protected:
+  // A share for one more tensor. Tensors are made one at a time.
+  std::shared_ptr<Lease> share() {
+    std::shared_ptr<Lease> lease = lease_.lock();
+    if (lease == nullptr) lease_ = lease = std::make_shared<Lease>(owner_.lock());
+    return lease;
+  }
+
   // What lies between these pieces, and around them.
   std::vector<ByteSpan> all_but(const std::vector<BytePiece>& own) const {
     std::vector<ByteSpan> found;
@@ -107,6 +127,8 @@ class Room {
 
  private:
   int64_t index_ = -1;
+  std::weak_ptr<const void> owner_;
+  std::weak_ptr<Lease> lease_;  // null while there is no tensor
 };
 
 }  // namespace zx

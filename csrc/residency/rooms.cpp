@@ -15,4 +15,9 @@ std::shared_ptr<Room> Rooms::make_for_table(size_t bytes, c10::Device device) {
   return device.is_cpu() ? AddressRange::make(bytes, nullptr, hidden_) : make(bytes, device);
 }
 
+void Rooms::take(Room& room) {
+  if (auto* const range = dynamic_cast<AddressRange*>(&room)) range->move_to(spare_);
+  if (auto* const on_device = dynamic_cast<DeviceRoom*>(&room)) fetches_ = on_device->fetches();
+}
+
 }  // namespace zx

@@ -21,6 +21,9 @@ class Rooms {
   // The same for a table, which may have its memory in parts.
   std::shared_ptr<Room> make_for_table(size_t bytes, c10::Device device);
 
+  // Another optimizer's, which is released.
+  void take(Room& room);
+
   // Of the host, for rooms to come.
   SparePages& spare() { return *spare_; }
   const SparePages& spare() const { return *spare_; }

@@ -57,12 +57,10 @@ Turns::Turn Turns::begin(int64_t bucket, const char* reader, BucketCopies::Locke
 Turns::Turn Turns::begin_fetch(int64_t bucket, BucketCopies::Locked lock) {
   copies_.cache(lock)[bucket].state = Copy::State::arriving;
   ++num_fetching_;
-  ResidencyReport& report = copies_.report(lock);
-  ++report.counts().fetches;
+  ++copies_.report(lock).counts().fetches;
   copies_.note(ResidencyEvent::Kind::fetch, bucket, lock);
-  Wanted wanted{.version = publisher_.version(lock), .written = copies_[bucket].written};
-  if (copies_.is_ending(lock)) wanted.given_up = report.failure();
-  return {.is_needed = true, .is_in_update = is_updating_, .wanted = std::move(wanted)};
+  const Wanted wanted{.version = publisher_.version(lock), .written = copies_[bucket].written};
+  return {.is_needed = true, .is_in_update = is_updating_, .wanted = wanted};
 }
 
 // It has arrived, or has not.
@@ -173,7 +171,7 @@ std::string Turns::await(int64_t bucket, const std::function<std::string()>& bro
 
 void Turns::look_ahead(BucketCopies::Locked lock) {
   const bool takes_long = asks_others_ || copies_.on_accelerator();
-  if (!takes_long || is_looking_ahead_ || copies_.is_forgotten(lock)) return;
+  if (!takes_long || is_looking_ahead_ || copies_.is_over(lock)) return;
   is_looking_ahead_ = true;
   worker_.post([this] { fetch_ahead(); });
 }
@@ -181,7 +179,7 @@ void Turns::look_ahead(BucketCopies::Locked lock) {
 std::optional<Turns::Ahead> Turns::begin_ahead() {
   const BucketCopies::Lock lock(copies_.mutex);
   Uses& uses = copies_.uses(lock);
-  const bool is_time = !is_updating_ && !uses.is_whole() && !copies_.is_forgotten(lock);
+  const bool is_time = !is_updating_ && !uses.is_whole() && !copies_.is_over(lock);
   const bool is_well = copies_.report(lock).failure().empty();
   const int64_t next = is_time && is_well ? copies_.cache(lock).next_to_fetch_ahead() : -1;
   if (next < 0) {
@@ -202,6 +200,7 @@ void Turns::fetch_ahead() {
     const bool arrived = finish(next->bucket, next->turn).empty();
     const BucketCopies::Lock lock(copies_.mutex);
     copies_.uses(lock).unpin(next->bucket);
+    if (!copies_.uses(lock).is_pinned(next->bucket)) copies_[next->bucket].room->let_ask(false);
     copies_.changed.notify_all();
     if (arrived) continue;
     is_looking_ahead_ = false;
@@ -221,6 +220,12 @@ void Turns::begin_update() {
 bool Turns::is_updating() const {
   const BucketCopies::Lock lock(copies_.mutex);
   return is_updating_;
+}
+
+void Turns::end() {
+  BucketCopies::Lock lock(copies_.mutex);
+  copies_.end(lock);
+  copies_.changed.wait(lock, [this] { return num_fetching_ == 0; });
 }
 
 void Turns::end_update() {

@@ -58,6 +58,9 @@ class Turns {
   bool is_updating() const;
   void end_update();
 
+  // No thread of this rank fetches anything any more.
+  void end();
+
  private:
   struct Ahead {
     int64_t bucket;

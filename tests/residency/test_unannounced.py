@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, array, entropy
-from tests.residency.rig import build, made, residents, train, values
+from tests.residency.rig import build, made, residents, run_by_way, train, values
 
 NAME = "blocks.1.up.weight"
 
@@ -342,3 +343,31 @@ def read_on_a_thread_that_keeps_the_gil(rank: int, world_size: int) -> None:
 
 def test_a_thread_that_keeps_the_gil_does_not_stop_a_step() -> None:
     run_ranks(read_on_a_thread_that_keeps_the_gil, 2)
+
+
+def read_what_is_on_its_way(rank: int, world_size: int) -> None:
+    """Rank 1 stands still while an operator on another thread of rank 0's fetches a bucket from it."""
+    processes: list[Any] = [None] * world_size
+    dist.all_gather_object(processes, os.getpid())
+    model, optimizer = made()
+    if rank == 0:
+        others = [p for p in model.parameters() if optimizer.inside.gather.segment_of(p).own.numel() == 0]
+        param, expected = others[0], others[0].detach().clone()
+        memory = array(param)
+        fetches = residents(optimizer).counts.fetches
+        residents(optimizer).release_all()
+        os.kill(processes[1], signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (processes[1], signal.SIGCONT)).start()
+        reader = threading.Thread(target=param.sum)
+        reader.start()
+        while residents(optimizer).counts.fetches == fetches:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        found = memory.copy()
+        reader.join()
+        assert np.array_equal(found, expected.numpy())
+    dist.barrier()
+
+
+def test_memory_of_a_bucket_that_is_on_its_way_is_not_read() -> None:
+    run_ranks(run_by_way, 2, "messages", read_what_is_on_its_way)

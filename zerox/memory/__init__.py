@@ -2,6 +2,7 @@
 
 flat: parameters side by side; stored: a number kept for each element; bucket: both
 forms: converts state from one form to another, 8 bits too; pages: the memory that it lies in
+left_bucket: what a deleted optimizer has left to its parameters
 mask: which elements are trained, a bit each
 row_table, row_owners: tables, and who owns which rows; table_buffer: the memory of one that is sharded
 one_param: one parameter over all ranks, for calls about it

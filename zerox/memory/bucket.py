@@ -175,7 +175,7 @@ class Bucket:
         self.plan = plan
         self.members = list(members)
         self.buffer = make_buffer([member.local for member in members], plan.layout)
-        self.own_segments: list[Segment] = plan.layout.segments(rank)
+        self.rank = rank
         self.rule = rule
         self.param_shard = self.buffer.shard(rank)
 
@@ -188,6 +188,11 @@ class Bucket:
         for spec in specs:
             self.keep(spec)
         self.keep_numbers()
+
+    @cached_property
+    def own_segments(self) -> list[Segment]:
+        """Of the parameters, in this rank's shard."""
+        return self.plan.layout.segments(self.rank)
 
     @cached_property
     def own_spans(self) -> dict[int, Span]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
+from zerox.memory.left_bucket import LeftBucket
 from zerox.memory.pages import zeros
 from zerox.model_names import quote
 from zerox.plan.layout import Layout
@@ -16,7 +17,8 @@ from zerox.plan.span import Span
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
     """The parameter's own strides where it has no gaps (channels-last, transposed), else dense ones."""
-    return torch.empty_like(param, device="meta").stride()
+    # An operator on the parameter would read it.
+    return torch.empty_like(torch.empty_strided(param.shape, param.stride(), device="meta")).stride()
 
 
 def order_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -38,6 +40,7 @@ class FlatBuffer:
     """
 
     shard_is_apart = False  # no whole copy of the parameters lasts beside the shards (ZeRO stage 3)
+    left: LeftBucket | None = None  # a deleted optimizer's, which has the values, the same on all ranks
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, flat: Tensor | None = None) -> None:
         self.params = list(params)
@@ -46,7 +49,8 @@ class FlatBuffer:
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be old memory.
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device) if flat is None else flat
-        take_in(self.slots(), values_of(self.slots()))
+        if self.left is None:
+            take_in(self.slots(), values_of(self.slots()))
 
     def slots(self) -> list[BufferSlot]:
         return [(self, slot) for slot in range(len(self.params))]
@@ -97,31 +101,47 @@ class ShardedBuffer(FlatBuffer):
     """A buffer whose memory comes and goes (csrc/residency/residents.h), and beside it what this rank keeps of it.
 
     ``own_shards``: the elements of that, this rank's shard and on a mesh those beside it. ``room``: the buffer's
-    memory, which stays until it is given to the residents.
+    memory, which stays until it is given to the residents; or that of a deleted optimizer's bucket, ``left``.
     """
 
     shard_is_apart = True
     is_read_whole = True
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout, own_shards: Span, room: C.Room) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: Layout,
+        own_shards: Span,
+        room: C.Room,
+        left: LeftBucket | None = None,
+    ) -> None:
         self.own_segments = {segment.slot: segment for segment in layout.segments_in(own_shards)}
         self.is_shared_out = False  # whether the residents have it
         self.room = room
         self.own_shards = own_shards
-        self.own = zeros(own_shards.numel, params[0].dtype, params[0].device, place=1)
+        self.left = left
+        self.homes: list[Tensor] = []
+        self.own = left.shard if left else zeros(own_shards.numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, room.tensor(params[0].dtype))
-        # Made once: an operator on the buffer would fetch the bucket.
-        self.homes = [super(ShardedBuffer, self).home(slot) for slot in range(len(params))]
+        # Made once, of the storage: an operator on the buffer would fetch the bucket.
+        storage = self.flat.untyped_storage()
+        none = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        places = zip(layout.offsets, self.shapes, self.strides, strict=True)
+        self.homes = [none.detach().set_(storage, *place) for place in places]
 
     def home(self, slot: int) -> Tensor:
-        return self.homes[slot] if self.is_shared_out else super().home(slot)
+        return self.homes[slot] if self.homes else super().home(slot)
 
     def own_home(self, slot: int) -> Tensor:
         return self.room.with_own_storage(self.home(slot))
 
     def add_to(self, residents: C.Residency, name: str, is_served: bool) -> None:
         """``is_served``: whether a rank reads its shard in the host's memory."""
-        residents.add(name, self.room, self.own, is_served)
+        if self.left is None:
+            residents.add(name, self.room, self.own, is_served)
+        else:
+            residents.take(*self.left, name, is_served)
+            self.left = None
         self.is_shared_out = True
 
     def shard(self, rank: int) -> Tensor:
@@ -131,7 +151,12 @@ class ShardedBuffer(FlatBuffer):
 
     def start(self) -> None:
         """What is kept takes its part of them."""
-        self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
+        if self.left is None:
+            self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
+
+    def let_shard_go(self) -> None:
+        """All is whole, for good."""
+        self.own = self.flat[self.own_shards.start : self.own_shards.stop]
 
     def values(self, slot: int) -> Tensor:
         """The parameter's, side by side."""

@@ -43,6 +43,9 @@ class TableBuffer:
     def own_values(self, slot: int) -> Tensor:
         return self.own.view(-1)[:0]
 
+    def let_shard_go(self) -> None:
+        """All is whole, for good. The optimizer's other parts go on with the rows."""
+
     def add_to(self, residents: C.Residency, name: str, is_served: bool) -> None:
         """``is_served``: whether a rank reads the rows in the host's memory."""
         table = self.table

@@ -70,6 +70,8 @@ class Adoption:
         core.groups.frozen = [member for number, member in known.items() if number not in adopted]
         divisors = core.groups.divisors()
         plan = self._plan(members)
+        planned = [*(each.bucket for each in plan.trained), *plan.frozen]
+        core.gather.find_left([([members[place].local for place in each.params], each.layout) for each in planned])
         core.calls.take_tables([(members[table.place], table) for table in plan.tables], groups, core.rules, divisors)
         frozen = self._take_still(plan, members)
         self.widened.take(member.param for member in trained)
@@ -110,8 +112,9 @@ class Adoption:
             rule = core.rules.of(groups[inside[0].group])
             specs = [rule.spec_of(kept.key) for kept in each.kept]
             bucket = Bucket(each.bucket, inside, subgroup.rank, rule, specs, core.gather.make_buffer)
-            subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
-            model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
+            if bucket.buffer.left is None:
+                subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
+                model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
             give_out(bucket.buffer.slots())
             bucket.start()
             index = core.grads.add_bucket(bucket, each.divisor, subgroup)

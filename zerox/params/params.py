@@ -75,6 +75,13 @@ class ParamGather:
         self.wait_for(range(self.manager.num_buckets))
         return nullcontext()
 
+    def find_left(self, planned: Sequence[tuple[Sequence[Tensor], Layout]]) -> None:
+        """Of buckets that are planned, those whose shards are there. Collective."""
+
+    def unshard(self) -> None:
+        """All parameters are whole from now on, without shards. Collective."""
+        self.wait()
+
     def stay_whole(self) -> None:
         """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
         self.wait()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from zerox import _C as C
 from zerox import _torch
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
+from zerox.memory.left_bucket import LeftBucket
 from zerox.memory.row_table import RowTable
 from zerox.memory.table_buffer import TableBuffer
 from zerox.model_names import all_quoted, in_text
@@ -32,6 +35,7 @@ from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
 from zerox.ranks.roll_call import summary_of
 from zerox.residency.mapped_shards import map_shards
+from zerox.residency.takeover import agree, find_left, handing_over
 from zerox.sliced_tensor import SlicedTensor
 
 SWITCH = "ZEROX_FAULTS"
@@ -95,7 +99,10 @@ class Residency:
             timeout=time_of(ranks.given),
             faults=_may_fault(),
         )
+        weakref.finalize(self, self.residents.leave_to_params).atexit = False
         self.all: list[Resident] = []  # in the residents' order
+        self.left: dict[int, LeftBucket] = {}  # to be taken over, by id of their first parameters
+        self.is_unsharded = False
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.tables: dict[int, int] = {}  # in it, by number of a table
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
@@ -123,8 +130,16 @@ class Residency:
     # ---- building
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
+        if left := self.left.get(id(params[0])):
+            return ShardedBuffer(params, layout, self._own_shards(layout), left.room, left)
         made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, params[0].device)
         return ShardedBuffer(params, layout, self._own_shards(layout), made)
+
+    def find_left(self, planned: Sequence[tuple[Sequence[Tensor], Layout]]) -> None:
+        """Which of these buckets a deleted optimizer has left, on all ranks. Collective."""
+        found = [find_left(params, layout, self._own_shards(layout), self.residents) for params, layout in planned]
+        agreed = zip(planned, agree(self.ranks, found), strict=True)
+        self.left = {id(params[0]): left for (params, _), left in agreed if left}
 
     def _own_shards(self, layout: Layout) -> Span:
         """On a mesh the shards of all ranks that differ from this one in the replicate axis only: they lie together."""
@@ -138,7 +153,8 @@ class Residency:
         made: list[FrozenBucket] = []
         for plan, inside in planned:
             bucket = FrozenBucket(plan, inside, self.make_buffer)
-            self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
+            if bucket.buffer.left is None:
+                self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
             give_out(bucket.buffer.slots())
             bucket.buffer.start()
             made.append(bucket)
@@ -161,12 +177,16 @@ class Residency:
         ]
         readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
         mapped = map_shards(self.ranks, readable, [each.buffer.own for each in made])
-        for each, of_others in zip(made, mapped, strict=True):
-            each.buffer.add_to(self.residents, each.name, is_served=len(of_others) < len(self.members) - 1)
+        with handing_over(self.ranks, self.left.values()):
+            for each, of_others in zip(made, mapped, strict=True):
+                each.buffer.add_to(self.residents, each.name, is_served=len(of_others) < len(self.members) - 1)
+        self.left = {}
         self.all += made
         places = [self.residents.place(index) for index in range(first, len(self.all))]
-        text = " ".join(f"{place.shard} {place.stamps}" for place in places)
-        everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
+        text = " ".join([secrets.token_hex(8), *(f"{place.shard} {place.stamps}" for place in places)])
+        told = [each.split() for each in self.ranks.all_gather_text(text)]
+        self.residents.identity = self.residents.identity or " ".join(told[rank][0] for rank in self.in_order)
+        everyone = [[int(number) for number in each[1:]] for each in told]
         self.residents.watch_added()
         self.residents.set_limit(self.check_room([]))
         for count, of_others in enumerate(mapped):
@@ -240,6 +260,9 @@ class Residency:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are whole and in place. Collective at its end, if some were written on any rank."""
+        if self.is_unsharded:
+            yield
+            return
         self.residents.enter_whole()
         self.depth += 1
         try:
@@ -263,6 +286,25 @@ class Residency:
         if failure := self.failure():
             raise RuntimeError(failure)
         self.ranks.barrier("all have whole parameters, and may go")
+
+    def unshard(self) -> None:
+        """Makes all whole for good, and lets the shards go. Collective."""
+        if self.is_unsharded:
+            return
+        if self.depth:
+            raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
+        self.residents.enter_whole()
+        try:
+            if failure := self.failure():
+                raise RuntimeError(failure)
+            self.ranks.barrier("all have whole parameters, and let their shards go")
+        except BaseException:
+            self.residents.leave_whole()
+            raise
+        for each in self.all:
+            each.buffer.let_shard_go()
+        self.residents.let_shards_go()
+        self.is_unsharded = True
 
     def prepare_checkpoint(self) -> None:
         self._keep_written_so_far()
@@ -333,6 +375,8 @@ class Residency:
             take_in(slots, values)
 
     def failure(self, forget: bool = True) -> str:
+        if self.is_unsharded:
+            return ""
         return self.residents.take_failure() if forget else self.residents.failure
 
     def wait_for(self, buckets: Sequence[int]) -> None:

@@ -1,0 +1,33 @@
+#include "residency/handover.h"
+
+#include <utility>
+
+namespace zx {
+
+bool Handover::begin(const std::vector<int64_t>& buckets) {
+  turns_.begin_update();
+  publisher_.await_pulls();
+  const BucketCopies::Lock lock(copies_.mutex);
+  bool are_free = true;
+  for (const int64_t bucket : buckets) {
+    copies_.release_if_free(bucket, lock);
+    are_free = are_free && copies_.cache(lock)[bucket].state == Copy::State::released &&
+               !copies_.uses(lock).is_pinned(bucket);
+  }
+  return are_free;
+}
+
+std::shared_ptr<Room> Handover::give(int64_t bucket) {
+  std::shared_ptr<Room> room;
+  {
+    const BucketCopies::Lock lock(copies_.mutex);
+    room = std::exchange(copies_[bucket].room, {});
+    copies_.cache(lock).give_away(bucket);
+  }
+  readers_.watch_added();
+  return room;
+}
+
+void Handover::end() { turns_.end_update(); }
+
+}  // namespace zx

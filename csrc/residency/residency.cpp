@@ -1,0 +1,84 @@
+#include "residency/residency.h"
+
+#include <c10/util/Exception.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace zx {
+namespace {
+
+struct All {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Residency>> made;
+};
+
+All& all() {
+  static auto* const one = new All;
+  return *one;
+}
+
+}  // namespace
+
+Residency::Residency(std::shared_ptr<const PeerShards> peers, HiddenReads hidden)
+    : residents_(std::make_shared<Residents>(std::move(peers), hidden)),
+      guard_(std::in_place, Residents::watcher(residents_)) {}
+
+void Residency::list(const std::shared_ptr<Residency>& made) {
+  const std::lock_guard lock(all().mutex);
+  std::erase_if(all().made, [](const auto& each) { return each.expired(); });
+  all().made.push_back(made);
+}
+
+Residency::~Residency() {
+  if (residents_ != nullptr) let_shards_go();
+}
+
+Residents* Residency::operator->() const {
+  TORCH_CHECK(residents_ != nullptr,
+              "zerox: optimizer.unshard() has let the shards go, with which parameters are updated: build a new "
+              "optimizer, and give it this one's state_dict()");
+  return residents_.get();
+}
+
+std::shared_ptr<Room> Residency::let(std::shared_ptr<Room> room) {
+  room->let_to(weak_from_this());
+  return room;
+}
+
+std::shared_ptr<Room> Residency::make_room(size_t bytes, c10::Device device) {
+  return let((*this)->make_room(bytes, device));
+}
+
+std::shared_ptr<Room> Residency::make_table_room(size_t bytes, c10::Device device) {
+  return let((*this)->make_table_room(bytes, device));
+}
+
+std::shared_ptr<Residency> Residency::left_with(const at::Tensor& tensor) {
+  std::vector<std::shared_ptr<Residency>> living;  // destroyed without the lock
+  {
+    const std::lock_guard lock(all().mutex);
+    for (const auto& each : all().made) living.push_back(each.lock());
+  }
+  for (auto& each : living) {
+    const bool is_here = each != nullptr && each->is_left_ && each->residents_ != nullptr;
+    if (is_here && each->residents_->bucket_of(tensor) >= 0) return each;
+  }
+  return nullptr;
+}
+
+int64_t Residency::take(Residency& from, int64_t bucket, std::string name, bool is_served) {
+  at::Tensor shard = from->shard(bucket);
+  std::shared_ptr<Room> room = from->handover().give(bucket);
+  const auto before = room->pass_to(shared_from_this());  // destroyed at the end
+  return residents_->take(std::move(name), std::move(room), std::move(shard), is_served);
+}
+
+void Residency::let_shards_go() {
+  residents_->stop_reading();
+  guard_.reset();
+  Residents::keep_for_others(std::exchange(residents_, {}));
+}
+
+}  // namespace zx
