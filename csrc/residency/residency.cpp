@@ -2,9 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <exception>
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "check.h"
+#include "residency/unseen.h"
 
 namespace zx {
 namespace {
@@ -31,8 +35,16 @@ void Residency::list(const std::shared_ptr<Residency>& made) {
   all().made.push_back(made);
 }
 
+// On any thread, whatever it is doing: while it traces code, or while the device's runtime goes.
 Residency::~Residency() {
-  if (residents_ != nullptr) let_shards_go();
+  if (residents_ == nullptr) return;
+  const Unseen unseen;
+  try {
+    let_shards_go();
+  } catch (const std::exception& error) {
+    TORCH_WARN("zerox: what was kept of sharded parameters is not freed: ", reason_of(error));
+    new std::shared_ptr(residents_);
+  }
 }
 
 Residents* Residency::operator->() const {

@@ -122,7 +122,7 @@ def test_no_shard_is_written_while_others_read_it(world_size: int, limit: str) -
 
 
 def at_its_end(ranks: Ranks, _: int, all_here: threading.Barrier, deleted: threading.Event) -> list[Tensor]:
-    """Rank 0 deletes its optimizer. The others read its shards later, and then delete theirs."""
+    """Rank 0 deletes its optimizer and its model. The others read its shards later, and then delete theirs."""
     machine().set_busy_us(0, BUSY_US)
     training = Training(ranks, 3, "released at once")
     training.step(0)
@@ -131,6 +131,9 @@ def at_its_end(ranks: Ranks, _: int, all_here: threading.Barrier, deleted: threa
     if ranks.rank == 0:
         buckets, before = len(residents.resident), machine().num_shared()
         del training.optimizer, training.residents, residents
+        gc.collect()
+        assert machine().num_shared() == before, "its parameters may still be read"
+        del training.model
         gc.collect()
         assert machine().num_shared() == before - 2 * buckets, "it lets go of what it has mapped"
         # Memory that is freed is used at once.
@@ -145,16 +148,16 @@ def at_its_end(ranks: Ranks, _: int, all_here: threading.Barrier, deleted: threa
         del training.optimizer, training.residents, residents
         gc.collect()
         taken = []
+    values = training.values() if ranks.rank else []
+    del taken, training
+    gc.collect()
     all_here.wait()
-    values = training.values()
-    del taken
     return values
 
 
 def test_a_deleted_optimizer_keeps_what_others_read() -> None:
     everyone = run_fake_ranks(at_its_end, 3, "direct", 3, threading.Barrier(3), threading.Event())
-    for values in everyone[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(values, everyone[0], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*everyone[1:], strict=True))
     assert machine().num_shared() == 0, "whoever mapped a shard has let go of it"
 
 
@@ -164,7 +167,7 @@ def deleted_in_turn(ranks: Ranks, all_here: threading.Barrier) -> None:
     training = Training(ranks, 3, "released at once")
     training.step(0)
     all_here.wait()
-    del training.optimizer, training.residents
+    del training
     gc.collect()
     all_here.wait()
     # The next optimizer frees the shards of the one before, and its rooms take their memory.

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.accelerator.fake import machine, on_stream, run_fake_ranks
-from tests.accelerator.sharded import KINDS, LIMITS, WAYS, WIDTH, Training, assert_as_in_stage_2, ranks_of_threads
+from tests.accelerator.sharded import (
+    CAP_MB,
+    KINDS,
+    LIMITS,
+    WAYS,
+    WIDTH,
+    Training,
+    assert_as_in_stage_2,
+    ranks_of_threads,
+)
+from zerox import FusedShardedAdam
 from zerox import _C as C
 from zerox.grads.placeholder import ShardedGrad
 from zerox.ranks.group import Ranks
@@ -150,15 +160,46 @@ def outlived(ranks: Ranks, stage: int) -> list[Tensor]:
     if stage == 3:
         del training.residents
     again = Training(ranks, stage, "two buckets")
-    again.model = training.model  # whole, and plain
+    again.model = training.model
     y = training.model(training.batch(1))
     y.square().sum().backward()
     return [*training.values(), y.detach().cpu(), *[param.grad.cpu() for param in training.model.parameters()]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_deleted_optimizer_leaves_whole_parameters(kind: str) -> None:
+def test_a_model_outlives_its_optimizer(kind: str) -> None:
     assert_as_in_stage_2(2, kind, outlived)
+
+
+def taken_over(ranks: Ranks, stage: int) -> list[Tensor]:
+    """A second optimizer takes rooms and shards over, while what the first one has queued is still running."""
+    machine().set_busy_us(0, 3000)
+    training = Training(ranks, stage, "released at once")
+    training.step(0)
+    y = training.model(training.batch(1))
+    options = {"resident_mb": LIMITS["two buckets"]} if stage == 3 else {}
+    if stage == 3:
+        shards = [each.buffer.own.data_ptr() for each in training.optimizer.inside.gather.all]
+        fetches = training.residents.counts.fetches
+        del training.residents
+    del training.optimizer
+    training.optimizer = FusedShardedAdam(
+        training.model.named_parameters(), lr=0.01, stage=stage, bucket_cap_mb=CAP_MB, **options
+    )
+    if stage == 3:
+        residents = training.optimizer.inside.gather.residents
+        assert [each.buffer.own.data_ptr() for each in training.optimizer.inside.gather.all] == shards
+        assert residents.counts.fetches == 0 and fetches > 0
+    read = [y.detach().cpu(), *training.values()]
+    training.step(2)
+    training.step(3)
+    return [*read, *training.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_optimizer_takes_rooms_and_shards_over(kind: str) -> None:
+    assert_as_in_stage_2(2, kind, taken_over)
+    assert not machine().take_races()
 
 
 @pytest.fixture

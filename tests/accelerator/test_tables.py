@@ -283,7 +283,7 @@ def outlive(ranks: Ranks, stage: int) -> list[Tensor]:
         return [model(ids).cpu(), *(param.detach().cpu() for param in model.parameters())]
 
 
-def test_a_deleted_optimizer_leaves_whole_tables() -> None:
+def test_tables_outlive_their_optimizer() -> None:
     assert_as_in_stage_2(2, "via host", outlive)
 
 

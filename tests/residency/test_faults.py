@@ -110,7 +110,7 @@ def come_and_go(rank: int, world_size: int) -> str:
     assert_read_by_fault(model, optimizer, rank)
     signal.signal(signal.SIGSEGV, signal.SIG_IGN)
     optimizer.whole().__enter__()
-    del optimizer
+    del model, optimizer
     assert signal.getsignal(signal.SIGSEGV) is signal.SIG_IGN, "an optimizer that goes leaves what others have set"
     return ""
 
@@ -137,7 +137,7 @@ def over_an_early_one(rank: int, world_size: int) -> str:
     assert handler() != theirs
     assert_read_by_fault(model, optimizer, rank)
     assert_dies(with_traceback=True)
-    del optimizer
+    del model, optimizer
     assert handler() == theirs
     assert_dies(with_traceback=True)
     return ""
@@ -166,7 +166,7 @@ def over_a_late_one(rank: int, world_size: int) -> str:
         assert_dies(with_traceback=False)
     faulthandler.enable()
     assert_read_by_fault(model, optimizer, rank)
-    del optimizer
+    del model, optimizer
     assert handler() == theirs
     assert_dies(with_traceback=True)
     return ""

@@ -97,6 +97,7 @@ def shown(rank: int, world_size: int, released: bool) -> None:
             address = param.data_ptr()
             assert repr(values)[7:60] in repr(view)
             assert np.array_equal(view.numpy(), values)
+        optimizer.unshard()
         del optimizer
         assert param.data_ptr() == view.numpy().ctypes.data == address
         assert np.array_equal(view.numpy(), values)

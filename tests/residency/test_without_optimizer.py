@@ -274,3 +274,24 @@ def owner_ends(rank: int, world_size: int) -> str:
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_shards_are_there_as_long_as_another_rank_reads_them(way: str) -> None:
     run_ranks(run_by_way, 2, way, owner_ends)
+
+
+def in_the_air(rank: int, world_size: int) -> None:
+    """Rank 0 deletes its optimizer while gradients are on their way from rank 1, whose backward comes later."""
+    model, optimizer = made(hostile=True)
+    train(model, optimizer, rank, entropy)
+    expected = values(model)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    entropy(model, batch(0, rank)).backward()
+    del optimizer
+    assert_same(values(model), expected)
+    dist.barrier()
+    assert_same(values(model), expected)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_deletion_with_gradients_on_their_way_leaves_parameters_to_be_read(way: str) -> None:
+    run_ranks(run_by_way, 2, way, in_the_air)

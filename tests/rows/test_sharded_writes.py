@@ -90,7 +90,7 @@ def deleted(rank: int, size: int) -> None:
     assert float(table(torch.tensor([5])).mean()) == 4.5
 
 
-def test_a_deleted_optimizer_leaves_whole_tables() -> None:
+def test_a_table_outlives_its_optimizer() -> None:
     run_ranks(deleted, 2)
 
 
