@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buckets/bucket.h"
+#include "locks.h"
 #include "workers/process.h"
 
 namespace zx {
@@ -32,7 +33,8 @@ namespace zx {
 //                                          thread on which backward ends
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
-//   a Gather                               the first thread that waits      all readers         its once-flags, mutex_
+//   a Gather                               the first thread that waits      all readers         Gather::mutex_, or on
+//                                                                                                 the host once-flags
 //   the levels of a gather on a mesh       the first thread that waits      all readers         TwoLevelExchange's mutex
 //   FailureDetector                        all                              all                 FailureDetector::mutex_
 //   LastSeen                               all                              all                 LastSeen::mutex_
@@ -44,22 +46,9 @@ namespace zx {
 //   BeforeNext                             optimizer's caller               hooks               BeforeNext::mutex_
 //   which hooks are zerox's own            whoever makes or ends a bucket   optimizer's caller  other_reducers.cpp's
 //   the outer messages of a mesh's flight  reduce worker, who aborts it     the same            BothPending::mutex_
-//
-// Synchronizer::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. So is the mutex of
-// TwoLevelExchange, before no other. A thread holds at most one of the other locks at a time, but for those of sharded
-// parameters, and waits for nothing while it holds it, with these exceptions:
-// - The mutexes of a Gather and of TwoLevelExchange: the first reader waits for messages under them. All who want one
-//   of them need these values too.
-// - first_messages_: held until a neighbour's first message has come, which all who want it need. The wait for it is
-//   listed under LongWaits::mutex_.
-// - FlightLog::mutex_: a log's first flight begins messages under it, and so takes those of FailureDetector and
-//   LongWaits. It waits for none of them.
-// - FailureDetector::mutex_: a rank that gives up asks the store under it, for 2.5 s at most, and closes connections.
-//   Nothing goes on there any more. LastSeen::mutex_ is taken under it.
-// - LongWaits::mutex_: its thread takes LastSeen::mutex_ under it, aborts messages, and begins some that nothing
-//   receives. gloo makes it wait for none of that.
-// - BeforeNext::mutex_: a hook does under it what users did to p.grad, which the others have to wait for. It is taken
-//   before all others but Synchronizer::mutex_.
+//   tasks of a Worker; free Permits        who posts, waits or runs them    the same            Worker::mutex_,
+//                                                                                                 Permits::mutex_
+//   a kernel's sum over its threads        at::parallel_for()'s threads     its caller          total_mutex
 //
 // Sharded parameters (csrc/residency): readers are all threads that run operators, or touch parameters without one. A
 // worker fetches buckets ahead, and a thread of ShardServer answers other ranks.
@@ -80,7 +69,7 @@ namespace zx {
 //   a DeviceRoom, and its RoomStreams      who fetches, releases or reads   the same            DeviceRoom::mutex_
 //   addresses of an accelerator's          DeviceRoom                       readers             addresses()
 //     storages
-//   storages that are to raise             AddressRange                     the same            its storages_mutex_
+//   storages that are to raise             AddressRange                     the same            storages_mutex_
 //   SparePages                             AddressRange                     the same            SparePages::mutex_
 //   ShardServer                            its thread, Publisher            the same            ShardServer::mutex_
 //   ShardQuestions: tags                   whoever asks                     the same            ShardQuestions::mutex_
@@ -91,19 +80,49 @@ namespace zx {
 //   which Residency objects there are      whoever makes one                the same            residency.cpp's all()
 //   leases that ended under a lock         whoever lets go of a tensor      whoever ends one    lease.cpp's late()
 //
-// They are taken in this order, and those that share a line are not held together:
+// A thread takes them in this order, which csrc/locks.h has as a type, and holds at most one of a line:
 //
-//   keep_for_others()'s own
-//   BucketCopies::mutex
-//   DeviceRoom::mutex_, SparePages::mutex_, storages_mutex_, fault_mutex(), a Worker's; ShardServer::mutex_
-//   addresses()
+//   Synchronizer::mutex_ (waits)
+//   BeforeNext::mutex_
+//   Buckets::mutex
+//   Gathers::mutex_; Gather::mutex_ (waits)
+//   TwoLevelExchange's mutex (waits); Residents::keep_for_others()'s own; residency.cpp's all()
+//   BucketCopies::mutex; Sky::mutex
+//   DeviceRoom::mutex_; SparePages::mutex_; AddressRange::storages_mutex_; fault_mutex(); ShardServer::mutex_;
+//     ShardQuestions::mutex_; BothPending::mutex_; Streams::mutex_; Worker::mutex_; Permits::mutex_;
+//     FlightLog::first_messages_ (waits); FlightLog::mutex_; ControlBlock::keep_for_others()'s own;
+//     other_reducers.cpp's
+//   FailureDetector::mutex_ (waits in the end); LongWaits::mutex_
+//   LastSeen::mutex_
+//   Guards::mutex
+//   addresses(); total_mutex of a kernel
 //   lease.cpp's late()
 //
-// residency.cpp's all() is taken without any other. BucketCopies::mutex is never held together with ShardServer::mutex_. A thread waits for no device, no message and no
-// other rank under any of them: Fetcher and Publisher do so without, and ShardServer sends answers under its mutex, and
-// waits for none. (Torch's allocator may wait for a device under DeviceRoom::mutex_, where memory is short.) Under
-// BucketCopies::mutex a thread may wait on BucketCopies::changed, which lets go of it, but only in the function that has
-// taken the lock. Readers may take it with the GIL, so nothing is freed under it that Python knows.
+// A thread waits for no device, no message, no other rank and no other thread under any of them but these:
+// - Synchronizer::mutex_ is held while ranks wait for each other.
+// - Gather::mutex_ and TwoLevelExchange's: the first reader waits for messages under them. All who want one of them
+//   need these values too. (On the host once-flags do the same.)
+// - first_messages_: held until a neighbour's first message has come, which all who want it need.
+// - FailureDetector::mutex_: a rank that gives up asks the store under it, for 2.5 s at most, and closes connections,
+//   whatever else it holds. Nothing goes on there any more.
+//
+// What nests, and why that is no wait:
+// - BeforeNext::mutex_: a hook does under it what users did to p.grad, which the others have to wait for.
+// - Buckets::mutex: buckets are launched under it, so that all ranks launch them in one order. Where streams are the
+//   workers, exchanges begin under it too.
+// - FlightLog::mutex_: a log's first flight begins messages under it, which LongWaits hears of, and FailureDetector of
+//   its control block.
+// - LongWaits::mutex_: its thread aborts messages under it, and begins some that nothing receives. gloo makes it wait
+//   for none of that.
+// - BucketCopies::mutex: Fetcher and Publisher wait without it. (Torch's allocator may wait for a device under
+//   DeviceRoom::mutex_, where memory is short.) A thread may wait on BucketCopies::changed, which lets go of it, but
+//   only in the function that has taken the lock. Readers may take it with the GIL, so nothing is freed under it that
+//   Python knows.
+// - lease.cpp's late() is taken by whoever lets go of a tensor's last share under a room's locks.
+// - ShardServer::mutex_: answers are sent under it, which waits for nothing.
+// - Guards::mutex is taken by every operator that runs, under whatever lock; addresses() where a guard looks at a
+//   tensor of an accelerator.
+// - At a fork Guards::mutex and fault_mutex() are held together, in the order in which pthread_atfork() calls.
 //
 // The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
 // may wait for a lock, a worker or a rank while it holds the GIL: bindings release it first. A backend's threads may
@@ -112,7 +131,7 @@ namespace zx {
 // clang-format on
 
 struct Buckets {
-  ProcessMutex mutex;
+  ProcessMutex<LockRank::buckets> mutex;
   std::vector<std::shared_ptr<Bucket>> all;
   int64_t num_dtensors = 0;                // parameters that are: see Note [Local tensors]
   std::atomic<bool> is_unwatched = false;  // a parameter may be: see Note [Hooks follow the parameter]
@@ -136,6 +155,6 @@ struct Buckets {
 };
 
 // A function that takes a Locked is called under Buckets::mutex.
-using Locked = std::lock_guard<ProcessMutex>;
+using Locked = std::lock_guard<ProcessMutex<LockRank::buckets>>;
 
 }  // namespace zx

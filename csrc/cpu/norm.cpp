@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "cpu/spans.h"
+#include "locks.h"
 #include "math/exact_sum.h"
 
 namespace zx {
@@ -56,7 +57,7 @@ void norm_(at::Tensor& limbs, const at::Tensor& shard, const at::Tensor& segment
   const SegmentTable table(segments, shard.numel(), op);
   const std::vector<WorkUnit> units = split_into_units(table);
   auto* total = limbs.mutable_data_ptr<int64_t>();
-  std::mutex total_mutex;
+  Mutex<LockRank::sums> total_mutex;
   const auto add = [&](const WorkUnit& unit, int64_t* sum) {
     if (kind != Norm::sum_of_powers) {
       kernels().norm(kind, dtype, bytes_at(shard, unit.start), unit.stop - unit.start, kept.from(unit.start), sum);

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "cpu/spans.h"
+#include "locks.h"
 #include "math/divisor.h"
 #include "math/exact_sum.h"
 
@@ -48,7 +49,7 @@ void reduce_(at::Tensor& shard, at::Tensor& limbs, at::TensorList slices, const 
 
   const std::vector<WorkUnit> units = split_into_units(table);
   auto* total = limbs.mutable_data_ptr<int64_t>();
-  std::mutex total_mutex;
+  Mutex<LockRank::sums> total_mutex;
   parallel_units(units, [&](int64_t first, int64_t last) {
     int64_t local[kExactLimbs] = {};
     std::vector<const void*> starts(slices.size());

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 
+#include "locks.h"
 #include "torch_internals.h"
 
 namespace zx {
@@ -14,6 +15,7 @@ at::Tensor host_like(const at::Tensor& tensor) {
 }
 
 void wait_for_current_stream(c10::Device device) {
+  check_may_wait("a device");
   const internals::Guard guard(device.type());
   guard.synchronizeStream(guard.getStream(device));
 }

@@ -4,13 +4,15 @@
 #include <mutex>
 #include <utility>
 
+#include "locks.h"
+
 namespace zx {
 
 // The inner level of a gather can only begin when the outer one has arrived here. Ranks may wait for gathers in any
 // order, but on each level messages pair up by order. So whoever waits for a gather begins the inner level of all that
 // were started before it too.
 struct TwoLevelExchange::Gathers {
-  std::mutex mutex;
+  Mutex<LockRank::two_level_gathers> mutex;
   std::deque<std::shared_ptr<GatherPending>> begun{};  // those whose inner level has not begun, in the order of start
 };
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "check.h"
+#include "locks.h"
 
 namespace zx {
 namespace {
@@ -103,6 +104,7 @@ void unpack_arguments(const std::vector<int64_t>& packed, ReducedStatus& reduced
 
 template <class Question>
 void Agreement::ask(const Question& question) {
+  check_may_wait("the other ranks");
   try {
     question();
   } catch (const std::exception& error) {

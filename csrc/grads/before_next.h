@@ -6,6 +6,8 @@
 #include <mutex>
 #include <utility>
 
+#include "locks.h"
+
 namespace zx {
 
 class BeforeNext {
@@ -27,7 +29,7 @@ class BeforeNext {
 
  private:
   std::atomic<bool> is_set_ = false;
-  std::mutex mutex_;
+  Mutex<LockRank::before_next> mutex_;
   std::function<void()> call_;
 };
 

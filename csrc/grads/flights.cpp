@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "grads/ops.h"
+#include "locks.h"
 #include "workers/ranges.h"
 
 namespace zx {
@@ -129,6 +130,7 @@ void Flights::reduce(Flight& flight) {
   const auto work = [&] {
     if (flight.pending) {
       const Range range("wait", index);
+      if (workers_.has_threads()) check_may_wait("other ranks' gradients");
       flight.pending->wait();
     }
     if (workers_.failed()) return;

@@ -4,12 +4,14 @@
 #include <unordered_set>
 #include <utility>
 
+#include "locks.h"
+
 namespace zx {
 namespace {
 
 // These are leaked: bucket managers may be destroyed after static objects.
-std::mutex& mutex() {
-  static auto* const made = new std::mutex;
+Mutex<LockRank::own_hooks>& mutex() {
+  static auto* const made = new Mutex<LockRank::own_hooks>;
   return *made;
 }
 std::unordered_set<uintptr_t>& own_hooks() {

@@ -79,7 +79,7 @@ class Synchronizer {
   double scale(const ReducedStatus& reduced) const;
   void learn_order();
 
-  mutable ProcessMutex mutex_;  // of all below: see Note [Locks]
+  mutable ProcessMutex<LockRank::synchronizer> mutex_;  // of all below: see Note [Locks]
   std::shared_ptr<Buckets> buckets_;
   std::shared_ptr<MeanGrads> grads_;
   std::shared_ptr<Backward> backward_;

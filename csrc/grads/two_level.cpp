@@ -11,6 +11,7 @@
 
 #include "grads/ops.h"
 #include "grads/summing.h"
+#include "locks.h"
 #include "math/exact_sum.h"
 #include "workers/ranges.h"
 
@@ -51,7 +52,7 @@ class BothPending final : public Pending {
 
  private:
   std::shared_ptr<Pending> inner_;
-  std::mutex mutex_;  // of what another thread may abort
+  Mutex<LockRank::both_pending> mutex_;  // of what another thread may abort
   std::shared_ptr<Pending> outer_{};
   bool is_aborted_ = false;
 };

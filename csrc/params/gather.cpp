@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "check.h"
+#include "locks.h"
 #include "params/read_guard.h"
 #include "torch_internals.h"
 #include "workers/ranges.h"
@@ -58,6 +59,7 @@ void Gather::wait(bool is_use) {
 }
 
 void Gather::take_in() {
+  check_may_wait("a gather");
   std::call_once(taken_in_, [this] { receive(); });
 }
 
@@ -88,6 +90,7 @@ void Gather::check_arrived() const {
 
 // See Note [Neighbours read late].
 void Gather::give() {
+  check_may_wait("a gather");
   const Doing doing([this] { return doing_what(); }, /*per_batch=*/true);
   take_in();  // other ranks may be waiting for this rank to read theirs
   std::call_once(given_once_, [this] {

@@ -12,6 +12,7 @@
 
 #include "buckets/bucket.h"
 #include "exchange/exchange.h"
+#include "locks.h"
 
 namespace zx {
 
@@ -76,7 +77,7 @@ class Gather {
   enum class Arrival { on_its_way, taken_in, given };
   std::atomic<Arrival> arrival_{Arrival::on_its_way};
   std::atomic<int64_t> first_wait_{0};
-  std::mutex mutex_;                 // on an accelerator: of `waited_`, and of `error_`
+  Mutex<LockRank::gather> mutex_;    // on an accelerator: of `waited_`, and of `error_`
   std::vector<c10::Stream> waited_;  // streams that have waited for the arrival
 };
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "locks.h"
 #include "params/gather.h"
 #include "params/read_guard.h"
 #include "workers/process.h"
@@ -60,7 +61,7 @@ class Gathers {
   GatherNames names_;
   bool is_held_back_ = false;
   const std::shared_ptr<Stopwatch> waited_ = std::make_shared<Stopwatch>();  // the guard may live longer
-  mutable std::mutex mutex_;                                                 // of the next two
+  mutable Mutex<LockRank::gathers> mutex_;                                   // of the next two
   All under_way_;                                                            // in the order of their start
   std::vector<int64_t> used_;
   std::optional<ReadGuard> guard_;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "buckets/address.h"
+#include "locks.h"
 #include "torch_internals.h"
 
 namespace zx {
@@ -27,7 +28,7 @@ enum class Role : uint8_t { unknown, reads, views, writes };
 
 // A watcher is never destroyed under the lock: freeing its tensors may need the GIL.
 struct Guards {
-  std::mutex mutex;
+  Mutex<LockRank::guards> mutex;
   std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
   std::atomic<int64_t> num_on_all_threads = 0;  // watchers of all threads
   at::CallbackHandle callback = 0;
@@ -41,7 +42,7 @@ void in_child();
 // Never destroyed: threads run operators until the process is gone.
 Guards& guards() {
   static Guards* const all = [] {
-    pthread_atfork([] { guards().mutex.lock(); }, [] { guards().mutex.unlock(); }, &in_child);
+    pthread_atfork([] { lock_at_fork(guards().mutex); }, [] { guards().mutex.unlock(); }, &in_child);
     return new Guards;
   }();
   return *all;

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <thread>
 
+#include "locks.h"
 #include "peers/tags.h"
 
 namespace zx {
@@ -29,6 +30,7 @@ constexpr int kMostContexts = 16;  // of one gloo group: one for each network in
 // Returns what `body` returns, unless it takes longer or throws. It may outlive this call, so it must own what it uses.
 template <class Body>
 auto within(milliseconds limit, Body body) -> std::optional<decltype(body())> {
+  check_may_wait("the store");
   try {
     auto task = std::make_shared<std::packaged_task<decltype(body())()>>(std::move(body));
     auto answer = task->get_future();
@@ -243,6 +245,7 @@ std::string FailureDetector::advice() const {
 }
 
 void FailureDetector::await(const Awaited& awaited, const Group& group, int peer) {
+  if (peer != kUnknownRank) check_may_wait("a message");  // of a collective, streams may wait
   // gloo's wait() returns false, instead of throwing, if it was aborted.
   const bool is_through = needing(peer, [&](LongWait& wait) {
     if (peer == kUnknownRank || groups_.empty()) return awaited.work->wait();

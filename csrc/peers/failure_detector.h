@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "locks.h"
 #include "peers/control_block.h"
 #include "peers/last_seen.h"
 #include "peers/long_waits.h"
@@ -117,7 +118,7 @@ class FailureDetector {
   int world_;
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds say_after_;
-  mutable std::mutex mutex_;  // of these three
+  mutable Mutex<LockRank::failure_detector> mutex_;  // of these three
   std::vector<std::shared_ptr<ControlBlock>> control_blocks_;
   std::vector<int64_t> processes_;
   std::string conclusion_;  // empty until this rank gives up

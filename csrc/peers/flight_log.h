@@ -12,6 +12,7 @@
 #include <set>
 #include <vector>
 
+#include "locks.h"
 #include "peers/control_block.h"
 #include "peers/failure_detector.h"
 #include "peers/neighbours.h"
@@ -102,9 +103,9 @@ class FlightLog {
   Neighbours neighbours_;
   Tag tag_;
   std::shared_ptr<ControlBlock> control_block_ = std::make_shared<ControlBlock>(num_words);
-  at::Tensor addresses_{};     // int64 [2, ranks]: of this rank's control block, once for each, and of theirs
-  std::mutex first_messages_;  // of who waits for the first messages
-  std::mutex mutex_;           // of all below
+  at::Tensor addresses_{};  // int64 [2, ranks]: of this rank's control block, once for each, and of theirs
+  Mutex<LockRank::first_messages> first_messages_;  // of who waits for the first messages
+  Mutex<LockRank::flight_log> mutex_;               // of all below
   std::vector<KnownNeighbour> known_;
   OwnFlights own_{};
   FlightsDone let_go_{};       // by this rank

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <string>
 
+#include "locks.h"
+
 namespace zx {
 
 // Any thread may call any of these, which take a moment.
@@ -31,7 +33,7 @@ class LastSeen {
   }
 
  private:
-  mutable std::mutex mutex_;  // of all below
+  mutable Mutex<LockRank::last_seen> mutex_;  // of all below
   std::string met_;
   int64_t in_step_ = 0;
   int64_t step_ = 1;

@@ -50,7 +50,7 @@ LongWait::~LongWait() {
 }
 
 bool LongWait::await(c10d::ProcessGroup& group, c10d::Work& work, int peer) {
-  std::mutex& mutex = LongWaits::all().mutex_;
+  auto& mutex = LongWaits::all().mutex_;
   {
     const std::lock_guard lock(mutex);
     message_ = {&group, &work, peer};

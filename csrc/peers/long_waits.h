@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "locks.h"
 #include "peers/doing.h"
 
 namespace zx {
@@ -109,7 +110,7 @@ class LongWaits {
   void end_vain_waits();
   static bool is_connected(const LongWait& wait);
 
-  std::mutex mutex_;  // of all below, and of what changes in a wait
+  Mutex<LockRank::long_waits> mutex_;  // of all below, and of what changes in a wait
   bool has_thread_ = false;
   std::set<LongWait*> waits_;
 };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "locks.h"
 #include "peers/control_block.h"
 #include "peers/failure_detector.h"
 #include "peers/neighbours.h"
@@ -37,6 +38,7 @@ inline void check_read(const Neighbours& neighbours, int rank, uint64_t control_
 template <class Found, class IsStopped>
 bool poll(const Neighbours& neighbours, int rank, uint64_t control_block, ControlBlock& own,
           const FailureDetector& failure_detector, const Found& found, const IsStopped& is_stopped) {
+  check_may_wait("a neighbour");
   Pause pause;
   while (true) {
     if (own[ControlBlock::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "locks.h"
 #include "residency/room.h"
 
 namespace zx {
@@ -51,10 +52,10 @@ class SparePages {
   size_t bytes() const;
 
  private:
-  mutable std::mutex mutex_;     // of all below
-  std::vector<char*> full_;      // addresses of chunks that have pages
-  std::vector<char*> empty_;     // and of others, for chunks to come
-  std::vector<char*> reserved_;  // starts of the regions that these addresses are in
+  mutable Mutex<LockRank::spare_pages> mutex_;  // of all below
+  std::vector<char*> full_;                     // addresses of chunks that have pages
+  std::vector<char*> empty_;                    // and of others, for chunks to come
+  std::vector<char*> reserved_;                 // starts of the regions that these addresses are in
 };
 
 // Addresses without memory.
@@ -135,7 +136,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   bool has_memory_ = true;  // all of it
   std::shared_ptr<SparePages> spare_;
   const HiddenReads hidden_;
-  std::mutex storages_mutex_;  // of those below
+  Mutex<LockRank::storages> storages_mutex_;  // of those below
   bool may_ask_ = true;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;  // that lie here, if they are to raise
 };

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "locks.h"
 #include "residency/cache.h"
 #include "residency/residency_report.h"
 #include "residency/rooms.h"
@@ -21,15 +21,15 @@ namespace zx {
 // among its arguments, which it can't unlock. Nobody waits for a device, a message or another rank under it.
 class BucketCopies {
  public:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = std::unique_lock<Mutex<LockRank::bucket_copies>>;
   using Locked = const Lock&;
 
   explicit BucketCopies(HiddenReads hidden) : rooms_(hidden), cache_(uses_) {}
   BucketCopies(const BucketCopies&) = delete;
   BucketCopies& operator=(const BucketCopies&) = delete;
 
-  mutable std::mutex mutex;
-  std::condition_variable changed;  // of whether a bucket may be fetched, or has arrived
+  mutable Mutex<LockRank::bucket_copies> mutex;
+  Condition changed;  // of whether a bucket may be fetched, or has arrived
 
   // ---- under the lock
 

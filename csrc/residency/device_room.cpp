@@ -15,8 +15,8 @@ namespace zx {
 namespace {
 
 // Of all storages' addresses.
-std::mutex& addresses() {
-  static auto* const one = new std::mutex;
+Mutex<LockRank::addresses>& addresses() {
+  static auto* const one = new Mutex<LockRank::addresses>;
   return *one;
 }
 
@@ -231,6 +231,7 @@ void DeviceRoom::await_pulls() {
     last = streams_.last_pull();
   }
   if (last == nullptr) return;
+  check_may_wait("a device");
   last->synchronize();
   const std::lock_guard lock(mutex_);
   streams_.note_pulled(last);
@@ -267,6 +268,7 @@ at::Tensor DeviceRoom::served(const at::Tensor& shard) const {
 
 // The host waits here, once a step and bucket: others read the shard or its copy as soon as it is announced.
 void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served, const at::Tensor& rows) {
+  check_may_wait("a device");
   const Unseen unseen;
   if (served.defined() && rows.defined()) {
     served.index_copy_(0, rows.to(at::kCPU), shard.index_select(0, rows).to(at::kCPU));
@@ -278,6 +280,7 @@ void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served, const 
 
 // The host waits here, inside whole(), where the room keeps its memory.
 uint64_t DeviceRoom::digest() {
+  check_may_wait("a device");
   at::Tensor memory;
   {
     const std::lock_guard lock(mutex_);

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "locks.h"
 #include "params/own_storage.h"
 #include "residency/address_range.h"
 #include "residency/room.h"
@@ -85,8 +86,8 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   void copy_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
 
   const size_t bytes_;
-  const ReservedAddresses nowhere_;  // where the storages are while it is released
-  mutable std::mutex mutex_;         // of all below
+  const ReservedAddresses nowhere_;             // where the storages are while it is released
+  mutable Mutex<LockRank::device_room> mutex_;  // of all below
   RoomStreams streams_;
   char* address_ = nullptr;  // of the memory, or nowhere
   at::Tensor memory_;        // [bytes], undefined while released

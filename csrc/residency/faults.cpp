@@ -16,6 +16,8 @@
 #include <ucontext.h>
 #endif
 
+#include "locks.h"
+
 namespace zx {
 
 #ifdef __linux__
@@ -33,10 +35,10 @@ std::atomic<int> num_places{0};  // that were ever used
 std::atomic<int> num_readers{0};
 
 // Of all that is installed, and of who is a reader. Never destroyed, and free in a forked child.
-std::mutex& fault_mutex() {
+Mutex<LockRank::faults>& fault_mutex() {
   static auto* const one = [] {
-    pthread_atfork([] { fault_mutex().lock(); }, [] { fault_mutex().unlock(); }, [] { fault_mutex().unlock(); });
-    return new std::mutex;
+    pthread_atfork([] { lock_at_fork(fault_mutex()); }, [] { fault_mutex().unlock(); }, [] { fault_mutex().unlock(); });
+    return new Mutex<LockRank::faults>;
   }();
   return *one;
 }
@@ -237,6 +239,7 @@ void remove_fault_reader(FaultReader* reader) {
     place->reader = nullptr;
     if (--num_readers == 0) take_away();
   }
+  check_may_wait("readers");
   while (place->num_inside > 0) std::this_thread::yield();
 }
 

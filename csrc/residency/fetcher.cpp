@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "check.h"
+#include "locks.h"
 #include "residency/device_room.h"
 #include "workers/ranges.h"
 
@@ -36,6 +37,7 @@ std::vector<Room::ByteSpan> Fetcher::spans_through_host(const ShardedBucket& sha
 }
 
 std::string Fetcher::fetch(const ShardedBucket& sharded, const Wanted& wanted) const {
+  check_may_wait("other ranks' shards");
   if (sharded.rows != nullptr && !sharded.rows->has_pages()) return fetch_rows(sharded, sharded.rows->all(), wanted);
   const Range range("fetch", sharded.index);
   const Doing doing([&sharded] { return "a read of the parameters of " + sharded.name; }, /*per_batch=*/true);
@@ -79,6 +81,7 @@ void Fetcher::take_own(const ShardedBucket& sharded) const {
 
 std::string Fetcher::fetch_rows(const ShardedBucket& sharded, const std::vector<int64_t>& rows,
                                 const Wanted& wanted) const {
+  check_may_wait("other ranks' shards");
   const Range range("fetch", sharded.index);
   const Doing doing([&sharded] { return "a lookup in " + sharded.name; }, /*per_batch=*/true);
   try {

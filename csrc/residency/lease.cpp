@@ -3,13 +3,15 @@
 #include <mutex>
 #include <vector>
 
+#include "locks.h"
+
 namespace zx {
 namespace {
 
 thread_local int num_postponed = 0;
 
 struct Late {
-  std::mutex mutex;
+  Mutex<LockRank::late_leases> mutex;
   std::vector<std::shared_ptr<const void>> kept;
 };
 

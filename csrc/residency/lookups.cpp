@@ -7,6 +7,7 @@
 #include <string>
 
 #include "check.h"
+#include "locks.h"
 #include "residency/unseen.h"
 #include "torch_internals.h"
 
@@ -17,6 +18,7 @@ namespace {
 // of the lookup raises then.
 at::Tensor on_host(const at::Tensor& indices) {
   if (indices.is_cpu()) return indices;
+  check_may_wait("a device");
   at::Tensor copied;
   std::string failure;
   ReadGuard::without_gil([&] {

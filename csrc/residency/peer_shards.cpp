@@ -7,6 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "locks.h"
 #include "peers/pause.h"
 
 namespace zx {
@@ -109,6 +110,7 @@ int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp sta
 }
 
 int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
+  check_may_wait("a neighbour");
   int64_t found = 0;
   failure_detector_->needing(ranks_[rank], [&] {
     // Read twice: the system need not copy eight bytes at once.

@@ -8,13 +8,14 @@
 #include <vector>
 
 #include "check.h"
+#include "locks.h"
 #include "residency/unseen.h"
 
 namespace zx {
 namespace {
 
 struct All {
-  std::mutex mutex;
+  Mutex<LockRank::residencies> mutex;
   std::vector<std::weak_ptr<Residency>> made;
 };
 

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <utility>
 
+#include "locks.h"
+
 namespace zx {
 
 Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden)
@@ -260,7 +262,7 @@ void Residents::let_rooms_go() {
 
 void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   static auto* const kept = new std::vector<std::shared_ptr<Residents>>();  // leaked, with its lock
-  static auto* const mutex = new std::mutex;
+  static auto* const mutex = new Mutex<LockRank::gone_residents>;
   Lease::end_late();
   if (gone != nullptr) gone->readers_.stop();
   if (gone != nullptr && !gone->copies_.is_in_child()) gone->let_rooms_go();

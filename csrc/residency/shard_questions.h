@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "locks.h"
 #include "peers/failure_detector.h"
 #include "peers/neighbours.h"
 #include "peers/tags.h"
@@ -79,7 +80,7 @@ class ShardQuestions {
 
   const Communicator comm_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  std::mutex mutex_;  // of all below
+  Mutex<LockRank::shard_questions> mutex_;  // of all below
   std::vector<int> free_tags_;
   int num_tags_ = 0;
   std::vector<Asked> failure_records_;

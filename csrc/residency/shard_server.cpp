@@ -32,6 +32,7 @@ ShardServer::~ShardServer() {
     stopping_ = true;
     if (listening_) listening_->abort();
   }
+  check_may_wait("the end of a server");
   thread_.join();
 }
 
@@ -95,6 +96,7 @@ bool ShardServer::receive(const Work& work) {
     if (stopping_) return false;
     listening_ = work;
   }
+  check_may_wait("a question");
   const bool is_there = work->wait(kForever);
   const std::lock_guard lock(mutex_);
   listening_ = nullptr;

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "locks.h"
 #include "peers/failure_detector.h"
 #include "residency/shard_questions.h"
 #include "residency/shard_stamps.h"
@@ -58,9 +59,9 @@ class ShardServer {
 
   const Group group_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  mutable std::mutex mutex_;   // of all below but the thread
-  std::deque<Shard> shards_;   // by bucket
-  std::vector<Asker> askers_;  // by rank
+  mutable Mutex<LockRank::shard_server> mutex_;  // of all below but the thread
+  std::deque<Shard> shards_;                     // by bucket
+  std::vector<Asker> askers_;                    // by rank
   std::vector<AskedBy> kept_;
   Work listening_;
   bool stopping_ = false;

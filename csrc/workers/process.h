@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include "locks.h"
+
 namespace zx {
 
 // Note [Forks]
@@ -32,6 +34,7 @@ class Process {
 };
 
 // Throws when it is locked in a forked child: the thread that would unlock it may not be there.
+template <LockRank kRank>
 class ProcessMutex {
  public:
   void lock() {
@@ -42,7 +45,7 @@ class ProcessMutex {
 
  private:
   Process process_;
-  std::mutex mutex_;
+  Mutex<kRank> mutex_;
 };
 
 }  // namespace zx

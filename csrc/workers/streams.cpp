@@ -26,7 +26,10 @@ Streams::~Streams() {
 
 c10::Stream Streams::current() const { return guard(device_).getStream(device_); }
 
-void Streams::synchronize_pack() const { guard(device_).synchronizeStream(pack_); }
+void Streams::synchronize_pack() const {
+  check_may_wait("a device");
+  guard(device_).synchronizeStream(pack_);
+}
 
 c10::Event Streams::record(c10::Stream stream) const {
   c10::Event event(device_.type());
@@ -52,7 +55,7 @@ void Streams::retain_buffers(std::vector<at::Tensor> buffers, c10::Event reduced
 }
 
 // Tensors are freed outside the lock: freeing one that Python has seen needs the GIL.
-void Streams::free(std::unique_lock<std::mutex> lock, std::deque<Retained>& retained, size_t keep) {
+void Streams::free(std::unique_lock<Mutex<LockRank::streams>> lock, std::deque<Retained>& retained, size_t keep) {
   std::vector<Retained> freed;
   while (retained.size() > keep) {
     freed.push_back(std::move(retained.front()));

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include "locks.h"
+
 namespace zx {
 
 // Note [Streams]
@@ -69,12 +71,12 @@ class Streams {
   void await_all();
 
  private:
-  static void free(std::unique_lock<std::mutex> lock, std::deque<Retained>& retained, size_t keep);
+  static void free(std::unique_lock<Mutex<LockRank::streams>> lock, std::deque<Retained>& retained, size_t keep);
 
   c10::Device device_;
   c10::Stream pack_;
   c10::Stream reduce_;
-  std::mutex mutex_;  // of what follows: workers and autograd's threads meet here
+  Mutex<LockRank::streams> mutex_;  // of what follows: workers and autograd's threads meet here
   std::deque<Retained> gradients_;
   std::deque<Retained> buffers_;
 };

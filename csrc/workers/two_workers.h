@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -15,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "locks.h"
 #include "workers/worker.h"
 
 namespace zx {
@@ -96,6 +96,7 @@ class TwoWorkers {
   // reduced for `patience`.
   bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
     if (held_back_.on) return true;
+    check_may_wait("the reduction of flights");
     std::unique_lock lock(sky_.mutex);
     while (num_launched_ - num_reduced_ > most && sky_.error.empty() && !sky_.aborted) {
       const int64_t before = num_reduced_;
@@ -157,8 +158,8 @@ class TwoWorkers {
 
  private:
   struct Sky {
-    std::mutex mutex;  // of the three below, and of each flight's `pending`
-    std::condition_variable reduced;
+    Mutex<LockRank::sky> mutex;  // of the three below, and of each flight's `pending`
+    Condition reduced;
     std::deque<std::shared_ptr<Flight>> airborne;  // launched and not reduced, in order; null for a task
     std::string error;                             // the first one
     bool aborted = false;

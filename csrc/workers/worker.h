@@ -3,12 +3,13 @@
 
 #include <pthread.h>
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "locks.h"
 
 namespace zx {
 
@@ -29,6 +30,7 @@ class Worker {
       stopping_ = true;
     }
     changed_.notify_all();
+    check_may_wait("the end of a worker");
     thread_.join();
   }
 
@@ -41,6 +43,7 @@ class Worker {
 
   // Returns when everything posted before has run.
   void drain() {
+    check_may_wait("a worker");
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return tasks_.empty() && !busy_; });
   }
@@ -67,8 +70,8 @@ class Worker {
   }
 
   const char* name_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  Mutex<LockRank::worker> mutex_;
+  Condition changed_;
   std::deque<std::function<void()>> tasks_;
   bool busy_ = false;
   bool stopping_ = false;
@@ -95,8 +98,8 @@ class Permits {
   }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  Mutex<LockRank::permits> mutex_;
+  Condition changed_;
   int free_;
 };
 
