@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/record_stream_ops.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
@@ -13,6 +14,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <functional>
 #include <memory>
@@ -95,6 +97,40 @@ inline c10::Stream high_priority_stream(c10::Device device) {
   return Guard(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
+// As tensor.storage().data_ptr(), which raises for a released parameter if ZEROX_FAULTS=0.
+inline const c10::DataPtr& data_ptr_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+}
+
+// What it is or was a reference to, without making sure that this is still there.
+inline const c10::TensorImpl* target_of(
+    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>& weak) {
+  return weak._unsafe_get_target();
+}
+
+// Asking for the address of such a storage raises `why`. Torch's function is called after what else it does; the data
+// stays.
+inline void forbid_reads(c10::StorageImpl& storage, const char* why) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+// Whether this torch can take that back.
+template <class Storage>
+constexpr bool can_forbid_reads = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+template <class Storage>
+void allow_reads(Storage& storage) {
+  if constexpr (can_forbid_reads<Storage>) storage.clear_data_ptr_access_error_msg_();
+}
+
+// A tensor with `like`'s dtype that has a storage for itself.
+inline at::Tensor tensor_in(const c10::Storage& storage, const at::Tensor& like) {
+  return at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), like.key_set(), like.dtype());
+}
+
+// The rest of Tensor.record_stream(), for a kernel of it at ADInplaceOrView.
+inline void record_stream_below(c10::DispatchKeySet keys, at::Tensor& tensor, c10::Stream stream) {
+  at::_ops::record_stream::redispatch(keys & c10::after_ADInplaceOrView_keyset, tensor, stream);
+}
+
 // Gives a storage another address, and keeps its context. Also where views share it copy-on-write, or it is frozen.
 inline void move_storage(c10::StorageImpl& storage, void* address, c10::DeleterFnPtr deleter, c10::Device device) {
   c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
@@ -110,8 +146,7 @@ struct BelowAll {
 
 // ---- DistributedDataParallel's reducer, c10d::Reducer: whether it waits for gradients, which it keeps to itself
 
-template <class Reducer>
-struct Expects : Reducer {
+struct Expects : c10d::Reducer {
   static bool gradients(const Reducer& reducer) { return reducer.*(&Expects::expect_autograd_hooks_); }
 };
 

@@ -7,9 +7,7 @@
 #include <vector>
 
 #include <pybind11/functional.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
@@ -23,7 +21,7 @@ namespace zx {
 namespace {
 
 void bind_backward_functions(py::module_& m) {
-  m.def("expects_gradients", &internals::Expects<c10d::Reducer>::gradients, py::arg("reducer"));
+  m.def("expects_gradients", &internals::Expects::gradients, py::arg("reducer"));
   m.def(
       "set_backward_functions",
       [](py::function find_reduced, py::function name_params) {
@@ -41,8 +39,8 @@ void bind_backward_functions(py::module_& m) {
       py::arg("find_reduced"), py::arg("name_params"));
 }
 
-// Without a call of a Python function, which takes several times as long.
-at::Tensor local_if_alike(const at::Tensor& param, const at::Tensor& grad) {
+// Without a call of a Python function, which takes several times as long. `plain`: the class torch.Tensor.
+at::Tensor local_if_alike(const py::object& plain, const at::Tensor& param, const at::Tensor& grad) {
   const py::gil_scoped_acquire acquire;
   static PyObject* const spec = PyUnicode_InternFromString(internals::kOfDTensor);
   static PyObject* const placements = PyUnicode_InternFromString("placements");
@@ -52,15 +50,14 @@ at::Tensor local_if_alike(const at::Tensor& param, const at::Tensor& grad) {
     if (!found) PyErr_Clear();
     return found;
   };
-  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
-  const auto of_param = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
+  const py::object object = py::cast(grad);
   const py::object have = get(get(object, spec), placements);
-  const py::object want = get(get(of_param, spec), placements);
+  const py::object want = get(get(py::cast(param), spec), placements);
   const py::object local = get(object, local_tensor);
-  if (!have || !want || !local || !THPVariable_CheckExact(local.ptr())) return {};
+  if (!have || !want || !local || !py::type::of(local).is(plain)) return {};
   const int same = PyObject_RichCompareBool(have.ptr(), want.ptr(), Py_EQ);
   if (same < 0) PyErr_Clear();
-  return same == 1 ? THPVariable_Unpack(local.ptr()) : at::Tensor();
+  return same == 1 ? local.cast<at::Tensor>() : at::Tensor();
 }
 
 // Each function waits for the GIL, which no thread holds that waits for a lock: see Note [Locks].
@@ -72,7 +69,9 @@ void bind_dtensors(py::module_& m) {
         auto* values = new py::function(std::move(values_of));
         auto* wrapped = new py::function(std::move(wrap));
         set_dtensor_functions(
-            {.alike = local_if_alike,
+            {.alike = [plain = new py::object(py::module_::import("torch").attr("Tensor"))](
+                          const at::Tensor& param,
+                          const at::Tensor& grad) { return local_if_alike(*plain, param, grad); },
              .find =
                  [found](const at::Tensor& param, const at::Tensor& grad) {
                    const py::gil_scoped_acquire acquire;

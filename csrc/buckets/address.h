@@ -3,12 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "torch_internals.h"
+
 namespace zx {
 
-// As tensor.storage().data_ptr(), which raises for a released parameter if ZEROX_FAULTS=0.
-inline const c10::DataPtr& data_ptr_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-}
+using internals::data_ptr_of;
 
 // As tensor.const_data_ptr().
 inline const void* address_of(const at::Tensor& tensor) {

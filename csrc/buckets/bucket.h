@@ -54,7 +54,7 @@ class SeenGrad {
   }
   void forget() { tensor_.reset(); }
   bool is(const at::Tensor& grad) const {
-    return grad.defined() && tensor_._unsafe_get_target() == grad.unsafeGetTensorImpl();
+    return grad.defined() && internals::target_of(tensor_) == grad.unsafeGetTensorImpl();
   }
   // Whether it is the same tensor, and no operator has written it since.
   bool is_still(const at::Tensor& grad) const { return is_after(0, grad); }
@@ -63,7 +63,7 @@ class SeenGrad {
     return is(grad) && version_of(grad) == version_ + writes;
   }
   // Whether there was one that is not forgotten.
-  bool is_any() const { return tensor_._unsafe_get_target() != nullptr; }
+  bool is_any() const { return internals::target_of(tensor_) != nullptr; }
 
  private:
   static int64_t version_of(const at::Tensor& grad) {

@@ -1,10 +1,10 @@
 #include "params/own_storage.h"
 
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/record_stream_ops.h>
 #include <torch/library.h>
 
 #include "buckets/address.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
@@ -28,10 +28,8 @@ void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream strea
     return;
   }
   at::Tensor known = self;
-  if (const c10::Storage* buffer = buffer_of(self)) {
-    known = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(*buffer), self.key_set(), self.dtype());
-  }
-  at::_ops::record_stream::redispatch(keys & c10::after_ADInplaceOrView_keyset, known, stream);
+  if (const c10::Storage* buffer = buffer_of(self)) known = internals::tensor_in(*buffer, self);
+  internals::record_stream_below(keys, known, stream);
 }
 
 TORCH_LIBRARY_IMPL(aten, ADInplaceOrView, m) { m.impl("record_stream", &record_stream); }
@@ -54,25 +52,10 @@ bool has_own_storage(const at::Tensor& tensor) {
 
 void find_unknown_memory_by(FindMemory find) { find_unknown_memory = find; }
 
-namespace {
+bool can_forbid_reads() { return internals::can_forbid_reads<c10::StorageImpl>; }
 
-template <typename Storage>
-constexpr bool has_allowing = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+void forbid_reads(c10::StorageImpl& storage, const char* why) { internals::forbid_reads(storage, why); }
 
-template <typename Storage>
-void allow(Storage& storage) {
-  if constexpr (has_allowing<Storage>) storage.clear_data_ptr_access_error_msg_();
-}
-
-}  // namespace
-
-bool can_forbid_reads() { return has_allowing<c10::StorageImpl>; }
-
-// Called after what it does in torch; the data stays.
-void forbid_reads(c10::StorageImpl& storage, const char* why) {
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(why);
-}
-
-void allow_reads(c10::StorageImpl& storage) { allow(storage); }
+void allow_reads(c10::StorageImpl& storage) { internals::allow_reads(storage); }
 
 }  // namespace zx
