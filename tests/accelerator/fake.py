@@ -21,6 +21,7 @@ from zerox._C import FailureDetector
 from zerox.ranks.axes import Axis
 from zerox.ranks.calls import say_after
 from zerox.ranks.group import Ranks
+from zerox.ranks.process_group import reference_to
 from zerox.residency.device_memory import BY_TYPE
 
 HERE = Path(__file__).parent
@@ -138,7 +139,7 @@ def run_fake_ranks(
         times: dict[str, Any] = {"timeout": timeout, "say_after": say_after()}
         failure_detector = FailureDetector(groups=[], store=None, rank=rank, world=world_size, **times)
         axes = tuple(lines.axis(rank, over_gloo=kind == "via host") for lines in mesh)
-        known: dict[str, Any] = {"given": group, "failure_detector": failure_detector, "on_mesh": axes}
+        known: dict[str, Any] = {"to_given": reference_to(group), "failure_detector": failure_detector, "on_mesh": axes}
         if kind == "via host":
             return function(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known), *args)
         data = dist.ProcessGroup(dist.HashStore(), rank, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from zerox.ranks.process_group import (
     check_still_alone,
     choose_grid,
     choose_group,
+    reference_to,
+    referenced,
     time_of,
     timeout_of,
     why_alone,
@@ -53,9 +56,9 @@ class Ranks:
     """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
 
     ``device``: of the parameters; ``backend``: "gloo" or "nccl", which moves tensors of that device. ``neighbours``:
-    the process of each rank whose memory can be read, else 0; empty if none is to be read. ``given``: the user's group
-    over the same ranks; None for one rank alone. ``failure_detector``: names the rank that is missing from the groups.
-    ``on_mesh``: the axes of a mesh (replicate, shard), the inner one first; empty for any other group.
+    the process of each rank whose memory can be read, else 0; empty if none is to be read. ``to_given``: the user's
+    group over the same ranks; None for one rank alone. ``failure_detector``: names the rank that is missing from the
+    groups. ``on_mesh``: the axes of a mesh (replicate, shard), the inner one first; empty for any other group.
     """
 
     rank: int
@@ -66,7 +69,7 @@ class Ranks:
     control: dist.ProcessGroup | None
     device: torch.device = CPU
     neighbours: tuple[int, ...] = ()
-    given: dist.ProcessGroup | None = None
+    to_given: weakref.ref[dist.ProcessGroup] | None = None
     origin: Origin = field(default_factory=Origin)
     failure_detector: FailureDetector | None = None
     on_mesh: tuple[Axis, ...] = ()
@@ -80,6 +83,11 @@ class Ranks:
         self.origin.process.check()
         if self.origin.why_alone:
             check_still_alone(self.origin.why_alone)
+
+    @property
+    def given(self) -> dist.ProcessGroup | None:
+        """The user's group; None for one rank alone. RuntimeError once it is destroyed."""
+        return referenced(self.to_given)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -279,7 +287,7 @@ def find_ranks(
     say_after()  # raises, while ranks can still be told
     if group not in _torch.listed_groups():
         # A group that torch.distributed does not know (ranks as threads of one process, in tests) can't be doubled.
-        made = Ranks(rank, size, backend, exchange, group, group, device, given=group)
+        made = Ranks(rank, size, backend, exchange, group, group, device, to_given=reference_to(group))
         return _with_neighbours(replace(made, failure_detector=_failure_detector(group, None, [])))
     if roll_call is None:
         roll_call = RollCall(None, rank, size, dist.default_pg_timeout)
@@ -298,7 +306,7 @@ def find_ranks(
         along = [(1, grid.inner), (0, grid.outer)]
         time = timeout_of(group, backend)  # the mesh's own groups have the default, whatever the ranks' timeout is
         axes = tuple(grid.axis(index, rank, same_ranks(of, backend, roll_call, time)) for index, of in along)
-    made = Ranks(rank, size, backend, exchange, data, control, device, given=group, on_mesh=axes)
+    made = Ranks(rank, size, backend, exchange, data, control, device, to_given=reference_to(group), on_mesh=axes)
     over_gloo = {control} if backend != "gloo" else {control, data, *(axis.group for axis in axes if axis.group)}
     failure_detector = _failure_detector(group, own_store(group, "failure_detector"), list(over_gloo))
     return _with_neighbours(replace(made, failure_detector=failure_detector))

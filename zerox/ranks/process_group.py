@@ -114,6 +114,25 @@ def check_still_alone(why: str) -> None:
         )
 
 
+def reference_to(group: dist.ProcessGroup | None) -> weakref.ref[dist.ProcessGroup] | None:
+    """To a user's group, which destroy_process_group() is to end, with its threads, though what it was given to lives.
+
+    A thread that is left may need the interpreter when it is about to end: see Note [Tensors that Python does not
+    know] in csrc/exchange/collectives.h.
+    """
+    return None if group is None else weakref.ref(group)
+
+
+def referenced(to_group: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+    """RuntimeError once the group is destroyed."""
+    if to_group is None:
+        return None
+    group = to_group()
+    if group is None:
+        raise RuntimeError("zerox: the process group is destroyed: destroy_process_group() comes after this call")
+    return group
+
+
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -15,7 +15,7 @@ from zerox.ranks.axes import Axis
 from zerox.ranks.compared import first_difference, line_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.own_groups import same_ranks
-from zerox.ranks.process_group import ALONE, GroupArgument, choose_grid, choose_group, timeout_of
+from zerox.ranks.process_group import ALONE, GroupArgument, choose_grid, choose_group, reference_to, timeout_of
 from zerox.ranks.roll_call import RollCall
 
 OF_GROUP = "process_group"  # of a param group
@@ -179,8 +179,8 @@ class Subgroups:
         for each in {control} if ranks.backend != "gloo" else {control, data}:
             ranks.failure_detector.add_group(each)
         near = tuple(ranks.neighbours[each] for each in members) if ranks.neighbours else ()
-        made = replace(ranks, rank=group.rank(), size=group.size(), data=data, control=control, given=group)
-        return replace(made, neighbours=near, on_mesh=())
+        made = replace(ranks, rank=group.rank(), size=group.size(), data=data, control=control)
+        return replace(made, to_given=reference_to(group), neighbours=near, on_mesh=())
 
 
 def _cut_of(of_ranks: Sequence[list[int]], numbers: Sequence[int], group: str) -> Cut:

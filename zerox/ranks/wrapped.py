@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerox._C import Decision
 from zerox.ranks.holders import note_change
-from zerox.ranks.process_group import GroupArgument, choose_group, ranks_of
+from zerox.ranks.process_group import GroupArgument, choose_group, ranks_of, reference_to, referenced
 
 PREFIX = "module."  # what a wrapper puts before the names of its module's parameters
 
@@ -27,7 +27,7 @@ class WrappedModule:
         # As they are now: torch.func.functional_call() puts others in their place for a while.
         self.params: dict[str, Tensor] = {n: param for n, param in module.named_parameters() if n not in set(ignored)}
         self.ignored = frozenset(ignored)
-        self.group = group
+        self.to_group = reference_to(group)
         self.num_ranks = len(ranks_of(group))  # the group may end before the wrapper
         self.decision: Decision = Decision() if before is None else before.decision
         self.is_alive = True
@@ -38,6 +38,10 @@ class WrappedModule:
         """The wrapper is gone: its module may be trained on, and nothing says any more that a backward stays here."""
         self.is_alive = False
         self.decision.note_forward(True)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return referenced(self.to_group)
 
     @property
     def name(self) -> str:

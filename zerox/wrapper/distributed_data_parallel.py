@@ -32,7 +32,7 @@ from zerox.wrapper.placement import Placement
 from zerox.wrapper.refusals import refuses
 from zerox.wrapper.stand_in import Reducer
 
-NOT_COPIED = ("process_group", "_averaging", "_following")
+NOT_COPIED = ("_averaging", "_following")
 
 
 @untraced
@@ -108,7 +108,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
             param_to_hook_all_reduce=param_to_hook_all_reduce,
         )
         arguments.check_reduction_is_off(check_reduction)
-        self.process_group = arguments.choose_group_of(process_group, device_mesh)
+        group = arguments.choose_group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.parameters_to_ignore = set(_torch.ignored_by_ddp(module))
         params = arguments.trained_params(module, self.parameters_to_ignore)
@@ -120,14 +120,14 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
         self._keep_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         shared = self._share_buffers(*arguments.buffers_to_share(broadcast_buffers, forward_sync_buffers))
-        self._wrap()
-        if init_sync and size_of(self.process_group) > 1:
+        self._wrap(group)
+        if init_sync and size_of(group) > 1:
             wrapped = self._averaging.wrapped
-            hand_out_first(wrapped.params, shared, self.process_group, wrapped.name)
+            hand_out_first(wrapped.params, shared, group, wrapped.name)
 
-    def _wrap(self) -> None:
+    def _wrap(self, group: dist.ProcessGroup | None) -> None:
         """What is not copied with a wrapper, and sends nothing yet."""
-        self._averaging = Averaging(WrappedModule(self.module, self.parameters_to_ignore, self.process_group))
+        self._averaging = Averaging(WrappedModule(self.module, self.parameters_to_ignore, group))
         self._averaging.wrapped.decision.set_static(self.static_graph)
         weakref.finalize(self, self._averaging.wrapped.end).atexit = False
 
@@ -183,6 +183,10 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
         self._averaging.take_hook(comm_hooks.OF_BUILTINS[comm_hook_type.name])
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
+        return self._averaging.wrapped.group
+
+    @property
     def reducer(self) -> Reducer:  # type: ignore[override]
         return Reducer(self._averaging.wrapped.decision)
 
@@ -201,8 +205,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Sends nothing: what a copy needs beside, its first training forward makes, on all ranks."""
         nn.Module.__setstate__(self, state)
-        self.process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        self._wrap()
+        self._wrap(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
 
     # ---- torch's other names
 
