@@ -16,6 +16,10 @@ namespace zx {
 // ended in the middle of a destructor, and the process aborts after all its work is done. A group of our own lives as
 // long as its optimizer, which may be the interpreter's last object, so nothing ends its threads before. So tensors
 // that Python has seen are given to collectives as others over the same memory. Single messages need no thread.
+//
+// The same goes for our workers: a flight takes gradients as others over the same memory, since it may still be on its
+// way when the interpreter ends. And a user's group has to end in destroy_process_group(), with its threads: nothing
+// keeps one alive (reference_to() in zerox/ranks/process_group.py).
 
 // Over the same memory, and no view of the tensor, which a view would keep.
 at::Tensor unknown_to_python(const at::Tensor& tensor);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "exchange/collectives.h"
 #include "grads/local_grad.h"
 #include "grads/mean_grads.h"
 
@@ -64,6 +65,8 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   for (Slot& slot : bucket->slots) {
     const bool stood = slot.held;
     Taken taken = take(*bucket, slot, empty, refusal, lock);
+    // A worker lets go of it, perhaps while the interpreter ends: see Note [Tensors that Python does not know].
+    if (taken.source.defined()) taken.source = unknown_to_python(taken.source);
     flight->adds |= stood && !taken.replace;
     const bool is_zero_copy = static_cast<int64_t>(flight->zero_copy.size()) < bucket->num_zero_copy;
     if (is_zero_copy) flight->zero_copy.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));

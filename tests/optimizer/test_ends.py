@@ -52,3 +52,33 @@ def test_a_program_ends_well_though_threads_of_its_own_group_are_late(tmp_path: 
 
 def test_a_group_that_is_destroyed_ends_while_optimizer_and_wrapper_live(tmp_path: Path) -> None:
     assert_ends_well(OF_USERS_GROUP, tmp_path)
+
+
+# A rank's gradients are still on their way when it ends. Python knows them, since they stood in p.grad between the two
+# backwards. Large ones are sent from where they are, so that a worker has them until the other rank's have come.
+IN_THE_AIR = """
+import atexit, ctypes, sys, time
+atexit.register(ctypes.PyDLL(None).sleep, 5)
+
+import torch
+import torch.distributed as dist
+from zerox import FusedShardedAdam
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+model = torch.nn.Linear(1024, 1024)
+optimizer = FusedShardedAdam(model.parameters())
+x = torch.ones(2, 1024)
+with optimizer.no_sync():
+    model(x).sum().backward()
+known = [param.grad for param in model.parameters()]
+dist.barrier()
+time.sleep(2 * rank)
+model(x).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_ends_well_though_gradients_are_on_their_way(tmp_path: Path) -> None:
+    run_programs(IN_THE_AIR, tmp_path)
