@@ -40,7 +40,7 @@ namespace zx {
 //   LastSeen                               all                              all                 LastSeen::mutex_
 //   LongWaits; a LongWait's fields         all that wait, LongWaits'        the same            LongWaits::mutex_
 //                                            thread
-//   a FlightLog's nodes, own and others'   launchers, reduce worker         the same            FlightLog::mutex_
+//   a FlightLog's rings, own and others'   launchers, reduce worker         the same            FlightLog::mutex_
 //   a FlightLog's addresses of others      the first thread that needs one  the same            first_messages_
 //   control blocks that outlive their log  whoever ends a log               none                keep_for_others()'s own
 //   BeforeNext                             optimizer's caller               hooks               BeforeNext::mutex_

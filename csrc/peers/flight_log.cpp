@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
 #include <utility>
 
@@ -18,38 +17,60 @@ constexpr const char* kAborted = "the exchange was aborted";
 }  // namespace
 
 FlightLog::FlightLog(Communicator comm, Neighbours neighbours, Tag tag)
-    : comm_(std::move(comm)), neighbours_(std::move(neighbours)), tag_(tag), known_(comm_.group->getSize()) {}
+    : comm_(std::move(comm)), neighbours_(std::move(neighbours)), tag_(tag), known_(comm_.group->getSize()) {
+  add_ring({});
+  control_block_ = rings_.front();
+}
 
 FlightLog::~FlightLog() {
-  for (auto& node : own_.nodes) ControlBlock::keep_for_others(std::move(node));
-  ControlBlock::keep_for_others(std::move(control_block_));
+  for (auto& ring : rings_) ControlBlock::keep_for_others(std::move(ring));
+}
+
+size_t FlightLog::word_of(const Ring& ring, int64_t flight, size_t word) const {
+  return places + flight % ring.num_places * (addresses + known_.size()) + word;
+}
+
+OwnRing& FlightLog::ring_of(int64_t flight) {
+  return **std::find_if(rings_.rbegin(), rings_.rend(),
+                        [flight](const auto& ring) { return flight >= ring->told.first_flight; });
+}
+
+std::atomic<int64_t>& FlightLog::own(int64_t flight, size_t word) {
+  OwnRing& ring = ring_of(flight);
+  return ring[word_of(ring.told, flight, word)];
+}
+
+void FlightLog::add_ring(Ring ring) {
+  auto made = std::make_shared<OwnRing>(word_of(ring, ring.num_places - 1, addresses + known_.size()), ring);
+  if (!rings_.empty()) {
+    OwnRing& last = *rings_.back();
+    last[next] = static_cast<int64_t>(made->address());
+    last[next_flight] = ring.first_flight;
+    last[has_next] = 1;
+  }
+  rings_.push_back(std::move(made));
 }
 
 int64_t FlightLog::begin(const std::vector<Messages>& sent) {
-  const int world = comm_.group->getSize();
-  size_t num_messages = 0;
-  for (const Messages& each : sent) num_messages += each.size();
-  auto node = std::make_shared<ControlBlock>(places + world + num_messages);
-  size_t place = places + world;
-  for (int rank = 0; rank < world; ++rank) {
-    (*node)[places + rank] = static_cast<int64_t>(place);
-    for (const at::Tensor& message : sent[rank]) {
-      (*node)[place++] = reinterpret_cast<int64_t>(message.const_data_ptr());
-    }
-  }
   const std::lock_guard lock(mutex_);
-  if (own_.num_begun == 0) tell_where_the_control_block_is();
-  (own_.nodes.empty() ? (*control_block_)[first_node] : (*own_.nodes.back())[next]) =
-      static_cast<int64_t>(node->address());
-  own_.nodes.push_back(std::move(node));
-  ++own_.num_begun;
-  (*control_block_)[begun_again] = own_.num_begun;
-  (*control_block_)[begun] = own_.num_begun;
-  return own_.num_begun - 1;
+  const int64_t flight = num_begun_;
+  if (flight == 0) tell_where_the_ring_is();
+  if (own(flight, begun) != own(flight, over_for_all)) add_ring({0, 2 * rings_.back()->told.num_places, flight});
+  std::vector<int64_t>& found = rings_.back()->addresses[flight % rings_.back()->told.num_places];
+  found.clear();
+  for (const Messages& each : sent) {
+    for (const at::Tensor& message : each) found.push_back(reinterpret_cast<int64_t>(message.const_data_ptr()));
+  }
+  const int64_t* first = found.data();
+  for (size_t rank = 0; rank < sent.size(); first += sent[rank++].size()) {
+    own(flight, addresses + rank) = reinterpret_cast<int64_t>(first);
+  }
+  own(flight, begun) = ++num_begun_;
+  return flight;
 }
 
 // If this throws, no flight can begin: this rank has given up.
-void FlightLog::tell_where_the_control_block_is() {
+void FlightLog::tell_where_the_ring_is() {
   const int world = comm_.group->getSize();
   comm_.failure_detector->add_control_block(control_block_);
   addresses_ = at::zeros({2, world}, at::kLong);
@@ -69,23 +90,23 @@ void FlightLog::tell_where_the_control_block_is() {
 void FlightLog::exchange_addresses(int rank, const Stop& stop) {
   const std::lock_guard lock(first_messages_);
   KnownNeighbour& neighbour = known_[rank];
-  if (neighbour.has_met) return;
+  if (neighbour.control_block != 0) return;
   for (const Awaited* awaited : {&neighbour.received, &neighbour.sent}) {
     TORCH_CHECK(!stop, kAborted);
     comm_.await(*awaited);
   }
-  neighbour.control_block = addresses_[1].const_data_ptr<int64_t>()[rank];
-  neighbour.has_met = true;
+  neighbour.last_ring.address = neighbour.control_block = addresses_[1].const_data_ptr<int64_t>()[rank];
 }
 
 std::vector<int64_t> FlightLog::find(int rank, int64_t flight, int64_t count, const Stop& stop) {
   exchange_addresses(rank, stop);
   std::vector<int64_t> found(count);
   const bool is_there = comm_.needing(rank, [&] {
-    if (!poll_for(rank, [&] { return has_begun(rank, flight); }, stop)) return false;
-    const int64_t node = node_of(rank, flight);
-    const int64_t place = word_at(neighbours_, rank, node, places + comm_.group->getRank());
-    neighbours_.read(rank, node + ControlBlock::offset_of(place), found.data(), count * sizeof(int64_t));
+    const auto ring = await_in_place(rank, flight, begun, stop);
+    if (!ring) return false;
+    const size_t to_this_rank = word_of(*ring, flight, addresses + comm_.group->getRank());
+    const int64_t first = word_at(neighbours_, rank, ring->address, to_this_rank);
+    neighbours_.read(rank, first, found.data(), count * sizeof(int64_t));
     return true;
   });
   TORCH_CHECK(is_there, kAborted);
@@ -96,37 +117,9 @@ void FlightLog::check(int rank) const {
   comm_.needing(rank, [&] { check_read(neighbours_, rank, known_[rank].control_block); });
 }
 
-// Of a flight that the rank has begun, and this rank not let go.
-int64_t FlightLog::node_of(int rank, int64_t flight) {
-  const std::lock_guard lock(mutex_);
-  const KnownNeighbour& neighbour = known_[rank];
-  auto& nodes = known_[rank].nodes;
-  if (nodes.empty()) nodes[0] = word_at(neighbours_, rank, neighbour.control_block, first_node);
-  while (nodes.rbegin()->first < flight) {
-    const auto [last, address] = *nodes.rbegin();
-    nodes[last + 1] = word_at(neighbours_, rank, address, next);
-  }
-  return nodes.at(flight);
-}
-
-bool FlightsDone::add(int64_t flight) {
-  if (flight < all_before || !others.insert(flight).second) return false;
-  while (others.erase(all_before) != 0) ++all_before;
-  return true;
-}
-
 void FlightLog::let_go(int64_t flight) {
   const std::lock_guard lock(mutex_);
-  if (!let_go_.add(flight)) return;
-  for (KnownNeighbour& neighbour : known_) {
-    auto& nodes = neighbour.nodes;
-    while (nodes.size() > 1 && nodes.begin()->first < let_go_.all_before) nodes.erase(nodes.begin());
-  }
-  to_mark_.insert(flight);
-  while (!to_mark_.empty() && *to_mark_.begin() < let_go_.all_before + kMarks) {
-    const int64_t next_marked = to_mark_.extract(to_mark_.begin()).value();
-    (*control_block_)[marks + next_marked % kMarks] = next_marked + 1;
-  }
+  own(flight, over) = std::max(own(flight, over).load(), flight + 1);
 }
 
 void FlightLog::wait_for_readers(int64_t flight, const Stop& stop) {
@@ -137,7 +130,7 @@ void FlightLog::wait_for_readers(int64_t flight, const Stop& stop) {
     exchange_addresses(rank, stop);
     const bool is_over = comm_.needing(rank, [&] {
       try {
-        return poll_for(rank, [&] { return has_let_go(rank, flight); }, stop);
+        return await_in_place(rank, flight, over, stop).has_value();
       } catch (const GaveUp&) {  // it reads nothing any more
         return true;
       }
@@ -145,9 +138,8 @@ void FlightLog::wait_for_readers(int64_t flight, const Stop& stop) {
     TORCH_CHECK(is_over, kAborted);
   }
   const std::lock_guard lock(mutex_);
-  read_by_all_.add(flight);
-  const auto first_kept = [&] { return own_.num_begun - static_cast<int64_t>(own_.nodes.size()); };
-  while (first_kept() + 1 < read_by_all_.all_before) own_.nodes.pop_front();
+  TORCH_INTERNAL_ASSERT(own(flight, over) > flight);
+  own(flight, over_for_all) = flight + 1;
 }
 
 void FlightLog::abort() {
@@ -158,21 +150,27 @@ void FlightLog::abort() {
   }
 }
 
-template <class Found>
-bool FlightLog::poll_for(int rank, const Found& found, const Stop& stop) const {
-  return poll(neighbours_, rank, known_[rank].control_block, *control_block_, *comm_.failure_detector, found,
-              [&] { return stop.load(); });
-}
-
-bool FlightLog::has_begun(int rank, int64_t flight) const {
-  std::array<int64_t, 2> both{};
-  static_assert(begun_again == begun + 1);
-  neighbours_.read(rank, known_[rank].control_block + ControlBlock::offset_of(begun), both.data(), sizeof(both));
-  return both[0] > flight && both[0] == both[1];
-}
-
-bool FlightLog::has_let_go(int rank, int64_t flight) const {
-  return word_at(neighbours_, rank, known_[rank].control_block, marks + flight % kMarks) > flight;
+// The ring of a rank in which it says that it has begun a flight, or let go of it; none if it was stopped before.
+std::optional<Ring> FlightLog::await_in_place(int rank, int64_t flight, PlaceWord what, const Stop& stop) {
+  KnownNeighbour& neighbour = known_[rank];
+  std::unique_lock lock(mutex_);
+  Ring ring = neighbour.last_ring.first_flight <= flight ? neighbour.last_ring : Ring{neighbour.control_block};
+  lock.unlock();
+  const auto is_said = [&] {
+    const int64_t said = word_at(neighbours_, rank, ring.address, word_of(ring, flight, what));
+    if (what == begun ? said == flight + 1 : said > flight) return true;
+    if (word_at(neighbours_, rank, ring.address, has_next) == 0) return false;
+    const int64_t following = word_at(neighbours_, rank, ring.address, next_flight);
+    if (following > flight) return false;
+    ring = {static_cast<uint64_t>(word_at(neighbours_, rank, ring.address, next)), 2 * ring.num_places, following};
+    return false;
+  };
+  const auto is_stopped = [&] { return stop.load(); };
+  if (!poll(neighbours_, rank, neighbour.control_block, *control_block_, *comm_.failure_detector, is_said, is_stopped))
+    return std::nullopt;
+  lock.lock();
+  if (ring.first_flight > neighbour.last_ring.first_flight) neighbour.last_ring = ring;
+  return ring;
 }
 
 }  // namespace zx

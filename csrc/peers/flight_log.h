@@ -5,11 +5,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <vector>
 
 #include "locks.h"
@@ -25,35 +23,39 @@ namespace zx {
 // stand in its own memory, as in Note [Ranks of one machine synchronize in memory], but nobody meets here: flights
 // begin long before they are waited for, several are under way, and threads wait for them in any order.
 //
-// So each rank writes a log. A flight is a node of it, which has the addresses of its messages and, once there is one,
-// that of the next node. In a control block stands how many flights have begun, and readers walk from node to node. A
-// node is freed when all neighbours have let go of its flight and of the next one, to which they have walked past it.
+// So each rank has a ring of places, in which its flights take turns. In a place stands the flight's number, where the
+// addresses of its messages are, and whether this rank has let go of the others'. Neighbours read it without a lock.
+// The number is written last, and a reader waits for this very one: a torn one cannot match. A flight takes a place
+// when all have let go of the one before it there, so what a reader has found stays until it lets go itself. Another
+// rank may have yet to see that this one let go of the flight before: it waits for that flight's mark or a later one.
 //
-// A rank that lets go of a flight leaves a mark in its own control block, in one of kMarks places that take turns.
-// A mark also covers earlier flights of the same place, so it is written only after they are released.
+// No flight may wait for a place, so a rank that finds none goes on in a ring of twice as many. The flights in the air
+// are those of the optimizer's buckets: rings are added in the first step, and when buckets are.
 //
-// Only the control blocks' addresses are told by messages, in the first flight.
+// Only the first rings' addresses are told by messages, in the first flight. These are also the ranks' control blocks.
+// A ring has the address of the next one.
+
+struct Ring {
+  uint64_t address = 0;
+  int64_t num_places = 64;
+  int64_t first_flight = 0;  // those before have places in rings before
+};
+
+// A ring of this rank.
+struct OwnRing : ControlBlock {
+  OwnRing(size_t num_words, Ring ring) : ControlBlock(num_words), told(ring), addresses(ring.num_places) {
+    told.address = address();
+  }
+  Ring told;
+  std::vector<std::vector<int64_t>> addresses;  // of messages, by place
+};
 
 // What a rank knows of another one.
 struct KnownNeighbour {
-  Awaited sent{};      // to it, in the first flight: this rank's control block
-  Awaited received{};  // from it: its own
-  bool has_met = false;
-  int64_t control_block = 0;
-  std::map<int64_t, int64_t> nodes{};  // addresses by flight: those that are still to be read, and the last one
-};
-
-struct OwnFlights {
-  int64_t num_begun = 0;
-  std::deque<std::shared_ptr<ControlBlock>> nodes{};  // the last is that of the last flight
-};
-
-// Flights with which something is over, in any order.
-struct FlightsDone {
-  int64_t all_before = 0;
-  std::set<int64_t> others{};
-  // Returns false if it was among them already.
-  bool add(int64_t flight);
+  Awaited sent{};              // to it, in the first flight: where this rank's first ring is
+  Awaited received{};          // from it: where its own is
+  uint64_t control_block = 0;  // 0 until these have come
+  Ring last_ring{};            // that is known
 };
 
 // Of a communicator's neighbours, and for the flights of one kind, which begin in the same order on all ranks.
@@ -77,40 +79,37 @@ class FlightLog {
   void check(int rank) const;
   // This rank reads nothing more of the flight.
   void let_go(int64_t flight);
-  // Waits until no neighbour will read anything more of the flight.
+  // Waits until no neighbour will read anything more of the flight, of which this rank has let go.
   void wait_for_readers(int64_t flight, const Stop& stop);
   // Wakes those that wait for control blocks' addresses; never throws.
   void abort();
 
  private:
-  // Of a control block. How many have begun stands there twice, the second one written first: who finds both the same
-  // has not read half of one. A mark is a flight's number + 1.
-  static constexpr int64_t kMarks = 1024;
-  enum Word : size_t { begun = ControlBlock::first_free, begun_again, first_node, marks, num_words = marks + kMarks };
-  // Of a node: where the next one is, and where in it the addresses of each rank's messages begin.
-  enum NodeWord : size_t { next, places };
+  // Of a ring: where the next one is, and its first flight, once has_next is 1.
+  enum Word : size_t { has_next = ControlBlock::first_free, next, next_flight, places };
+  // Of a place: the number + 1 of its flight, and of the last one there that this rank has let go of, and that all
+  // have; where the addresses of each rank's messages begin.
+  enum PlaceWord : size_t { begun, over, over_for_all, addresses };
 
   bool is_neighbour(int rank) const { return rank != comm_.group->getRank() && neighbours_.has(rank); }
-  void tell_where_the_control_block_is();
+  size_t word_of(const Ring& ring, int64_t flight, size_t word) const;
+  OwnRing& ring_of(int64_t flight);
+  std::atomic<int64_t>& own(int64_t flight, size_t word);
+  void add_ring(Ring ring);
+  void tell_where_the_ring_is();
   void exchange_addresses(int rank, const Stop& stop);
-  int64_t node_of(int rank, int64_t flight);
-  bool has_begun(int rank, int64_t flight) const;
-  bool has_let_go(int rank, int64_t flight) const;
-  template <class Found>
-  bool poll_for(int rank, const Found& found, const Stop& stop) const;
+  std::optional<Ring> await_in_place(int rank, int64_t flight, PlaceWord what, const Stop& stop);
 
   Communicator comm_;
   Neighbours neighbours_;
   Tag tag_;
-  std::shared_ptr<ControlBlock> control_block_ = std::make_shared<ControlBlock>(num_words);
-  at::Tensor addresses_{};  // int64 [2, ranks]: of this rank's control block, once for each, and of theirs
+  at::Tensor addresses_{};  // int64 [2, ranks]: of this rank's first ring, once for each, and of theirs
   Mutex<LockRank::first_messages> first_messages_;  // of who waits for the first messages
-  Mutex<LockRank::flight_log> mutex_;               // of all below
+  std::shared_ptr<ControlBlock> control_block_;
+  Mutex<LockRank::flight_log> mutex_;  // of all below
   std::vector<KnownNeighbour> known_;
-  OwnFlights own_{};
-  FlightsDone let_go_{};       // by this rank
-  FlightsDone read_by_all_{};  // its own
-  std::set<int64_t> to_mark_{};
+  int64_t num_begun_ = 0;
+  std::vector<std::shared_ptr<OwnRing>> rings_;  // the last one has places for new flights
 };
 
 }  // namespace zx

@@ -17,7 +17,7 @@ from zerox.ranks.group import find_ranks
 SOON_S = 20  # on a busy machine
 LONG_S = 120  # a timeout that no test waits for
 STEPS = 300
-MANY = 2_100  # buckets: more than twice the marks of a log
+MANY = 2_100  # buckets: the ring of a log grows five times
 
 
 def model_of(num_params: int) -> nn.ParameterList:
@@ -47,7 +47,7 @@ def test_many_flights_bring_what_was_sent() -> None:
         run_ranks(many_flights, world_size)
 
 
-def more_than_marks(_rank: int, _: int) -> list[Tensor]:
+def more_than_places(_rank: int, _: int) -> list[Tensor]:
     params = model_of(MANY)
     optimizer = FusedShardedAdam(params.parameters(), lr=0.5, bucket_cap_mb=1e-4)
     assert len(optimizer.inside.buckets) == MANY
@@ -56,8 +56,8 @@ def more_than_marks(_rank: int, _: int) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
-def test_there_may_be_more_flights_than_marks() -> None:
-    found, _ = run_ranks(more_than_marks, 2)
+def test_there_may_be_more_flights_than_a_ring_has_places() -> None:
+    found, _ = run_ranks(more_than_places, 2)
     params = model_of(MANY)
     optimizer = FusedShardedAdam(params.parameters(), lr=0.5, process_group="alone")
     for _step in range(3):
