@@ -38,6 +38,23 @@ void say(const std::string& line) {
   std::fflush(stderr);
 }
 
+bool AwaitedMessage::end_if_lost() {
+  if (group_ == nullptr || is_lost_ || is_connected()) return false;
+  is_lost_ = true;
+  abort();
+  return true;
+}
+
+bool AwaitedMessage::is_connected() const {
+  std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
+  try {
+    group_->send(message, peer_, kTagsEnd);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
 LongWait::LongWait(std::chrono::milliseconds say_after, std::function<WaitingFor()> describe)
     : say_after_(say_after), describe_(std::move(describe)) {
   current_ = this;
@@ -53,12 +70,12 @@ bool LongWait::await(c10d::ProcessGroup& group, c10d::Work& work, int peer) {
   auto& mutex = LongWaits::all().mutex_;
   {
     const std::lock_guard lock(mutex);
-    message_ = {&group, &work, peer};
+    message_ = {group, work, peer};
   }
   const bool is_through = work.wait();
   if (!is_through) check();
   const std::lock_guard lock(mutex);
-  TORCH_CHECK(is_through || !message_.is_lost, "Connection closed by peer in the middle of a message");
+  TORCH_CHECK(is_through || !message_.is_lost(), "Connection closed by peer in the middle of a message");
   message_ = {};
   return is_through;
 }
@@ -89,12 +106,7 @@ void LongWaits::watch() {
       for (LongWait* wait : waits_) {
         const auto waited = wait->waited();
         if (waited < kLongWait) continue;
-        LongWait::Message& message = wait->message_;
-        if (message.group != nullptr && !message.is_lost && !is_connected(*wait)) {
-          message.is_lost = true;
-          message.work->abort();
-          continue;
-        }
+        if (wait->message_.end_if_lost()) continue;
         if (wait->is_said_ || wait->say_after_.count() == 0 || waited < wait->say_after_) continue;
         const WaitingFor waiting = wait->describe_();
         if (has_said(waiting.rank)) continue;
@@ -140,18 +152,8 @@ void LongWaits::end_vain_waits() {
     wait->why_ = c10::str(waiting.whom, " is in ", where, ", and waits there for rank ", waiting.rank, ", which is in ",
                           call, ": call ", call, " on all ranks");
     wait->is_vain_ = true;
-    if (wait->message_.work != nullptr) wait->message_.work->abort();
+    wait->message_.abort();
   }
-}
-
-bool LongWaits::is_connected(const LongWait& wait) {
-  std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
-  try {
-    wait.message_.group->send(message, wait.message_.peer, kTagsEnd);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return true;
 }
 
 }  // namespace zx

@@ -37,6 +37,28 @@ class NeverComes : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A message from or to another rank, which a thread waits for. See Note [Waits that gloo forgets].
+class AwaitedMessage {
+ public:
+  AwaitedMessage() = default;  // none
+  AwaitedMessage(c10d::ProcessGroup& group, c10d::Work& work, int peer) : group_(&group), work_(&work), peer_(peer) {}
+
+  // Ends the wait for it, if its connection is gone. Returns whether it did so now.
+  bool end_if_lost();
+  bool is_lost() const { return is_lost_; }
+  void abort() {
+    if (work_ != nullptr) work_->abort();
+  }
+
+ private:
+  bool is_connected() const;
+
+  c10d::ProcessGroup* group_ = nullptr;
+  c10d::Work* work_ = nullptr;
+  int peer_ = 0;
+  bool is_lost_ = false;
+};
+
 // A wait of this thread for other ranks, as long as the object lives. After `say_after` (0: never) one line about it
 // goes to stderr.
 class LongWait {
@@ -60,12 +82,6 @@ class LongWait {
 
  private:
   friend class LongWaits;
-  struct Message {
-    c10d::ProcessGroup* group = nullptr;  // null if it is no message that is waited for
-    c10d::Work* work = nullptr;
-    int peer = 0;
-    bool is_lost = false;
-  };
 
   const std::chrono::milliseconds say_after_;
   const std::function<WaitingFor()> describe_;
@@ -75,7 +91,7 @@ class LongWait {
   static thread_local LongWait* current_;
 
   bool is_said_ = false;  // these under LongWaits::mutex_
-  Message message_;
+  AwaitedMessage message_;
   Clock::time_point asked_ = start_;
   std::string why_;  // does not change once the wait is vain
   std::atomic<bool> is_vain_{false};
@@ -108,7 +124,6 @@ class LongWaits {
   void watch();
   bool has_said(int rank) const;
   void end_vain_waits();
-  static bool is_connected(const LongWait& wait);
 
   Mutex<LockRank::long_waits> mutex_;  // of all below, and of what changes in a wait
   bool has_thread_ = false;
