@@ -50,7 +50,7 @@ def test_another_order_in_the_note_is_noticed() -> None:
         ("//   BeforeNext::mutex_\n//   Buckets::mutex\n", "//   Buckets::mutex\n//   BeforeNext::mutex_\n"),
         ("//   BeforeNext::mutex_\n", ""),
         ("Gather::mutex_ (waits)", "Gather::mutex_"),
-        ("; Sky::mutex\n", "\n//   Sky::mutex\n"),
+        ("; Airborne::mutex_\n", "\n//   Airborne::mutex_\n"),
     ]:
         assert NOTE.count(old) == 1
         assert lines_of_note(NOTE.replace(old, new)) != lines_of_header(HEADER), old

@@ -27,7 +27,7 @@ namespace zx {
 //   Bucket::reduced                        reduce worker; optimizer's       optimizer's caller  await_all() and
 //                                          caller when flights are reduced                      after_reduction()
 //   a Flight                               its launcher, then its worker    the same            TwoWorkers hands it on
-//   flights in the air, the first error    launchers, both workers          all                 TwoWorkers, Sky::mutex
+//   flights in the air, the first error    launchers, both workers          all                 Airborne::mutex_
 //   memory that crosses streams            launchers, both workers          the same            Streams::mutex_
 //   Synchronizer, Agreement, MeanGrads     optimizer's caller, or the       the same            Synchronizer::mutex_
 //                                          thread on which backward ends
@@ -87,7 +87,7 @@ namespace zx {
 //   Buckets::mutex
 //   Gathers::mutex_; Gather::mutex_ (waits)
 //   TwoLevelExchange's mutex (waits); Residents::keep_for_others()'s own; residency.cpp's all()
-//   BucketCopies::mutex; Sky::mutex
+//   BucketCopies::mutex; Airborne::mutex_
 //   DeviceRoom::mutex_; SparePages::mutex_; AddressRange::storages_mutex_; fault_mutex(); ShardServer::mutex_;
 //     ShardQuestions::mutex_; BothPending::mutex_; Streams::mutex_; Worker::mutex_; Permits::mutex_;
 //     FlightLog::first_messages_ (waits); FlightLog::mutex_; ControlBlock::keep_for_others()'s own;

@@ -1,20 +1,18 @@
-// Packs and reduces flights in the order in which they were launched, and knows which ones are in the air, and the
-// first error. This is plain C++, unit-tested without torch and under the thread sanitizer: Flights knows what a flight
-// carries.
+// Packs and reduces flights in the order in which they were launched. This is plain C++, unit-tested without torch and
+// under the thread sanitizer: Flights knows what a flight carries.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "locks.h"
+#include "workers/airborne.h"
 #include "workers/worker.h"
 
 namespace zx {
@@ -42,25 +40,12 @@ class TwoWorkers {
       : has_threads_(has_threads), pack_(std::move(pack)), reduce_(std::move(reduce)) {}
 
   // Aborts what is under way, and ends the threads.
-  ~TwoWorkers() {
-    const std::lock_guard lock(sky_.mutex);
-    sky_.aborted = true;
-    for (const auto& flight : sky_.airborne) {
-      if (flight && flight->pending) flight->pending->abort();
-    }
-  }
+  ~TwoWorkers() { airborne_.abort(); }
 
   // Called by one thread at a time. `small`: the flight waits for no other rank, and waking the workers would take
   // longer than the flight itself. The caller then does the work of the workers, unless other flights are in the air.
   void launch(std::shared_ptr<Flight> flight, bool small = false) {
-    ++num_launched_;
-    bool is_first = false;
-    {
-      const std::lock_guard lock(sky_.mutex);
-      is_first = sky_.airborne.empty();
-      sky_.airborne.push_back(flight);
-    }
-    const bool here = small && is_first;
+    const bool here = airborne_.add(flight) && small;
     auto task = [this, here, flight = std::move(flight)] { pack(flight, here); };
     if (held_back_.on) {
       held_back_.tasks.emplace_back(std::move(task));
@@ -74,20 +59,14 @@ class TwoWorkers {
   // Runs `task` after all flights launched so far have been reduced.
   void after_reduction(Task task) {
     start_held();
-    {
-      std::unique_lock lock(sky_.mutex);
-      if (sky_.airborne.empty()) {  // at once, so that memory is free when zero_grad() returns
-        lock.unlock();
-        task();
-        return;
-      }
-      sky_.airborne.push_back(nullptr);  // the task has a place in line: a later one must not overtake it
+    if (!airborne_.add_task()) {  // at once, so that memory is free when zero_grad() returns
+      task();
+      return;
     }
     post(pack_worker_, [this, task = std::move(task)] {
       post(reduce_worker_, [this, task] {
         task();
-        const std::lock_guard lock(sky_.mutex);
-        sky_.airborne.pop_front();
+        airborne_.end_task();
       });
     });
   }
@@ -97,12 +76,7 @@ class TwoWorkers {
   bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
     if (held_back_.on) return true;
     check_may_wait("the reduction of flights");
-    std::unique_lock lock(sky_.mutex);
-    while (num_launched_ - num_reduced_ > most && sky_.error.empty() && !sky_.aborted) {
-      const int64_t before = num_reduced_;
-      if (!sky_.reduced.wait_for(lock, patience, [this, before] { return num_reduced_ > before; })) return false;
-    }
-    return true;
+    return airborne_.await_all_but(most, patience);
   }
 
   // Waits until all have been reduced. Returns the first error, now and on every later call; empty if there was none.
@@ -110,24 +84,14 @@ class TwoWorkers {
     start_held();
     pack_worker_.drain();
     reduce_worker_.drain();
-    const std::lock_guard lock(sky_.mutex);
-    return sky_.error;
+    return airborne_.error();
   }
 
-  // Tells what is known to be wrong: the first error, or what has not been reduced; empty if nothing is.
-  std::string trouble() {
-    const std::lock_guard lock(sky_.mutex);
-    if (!sky_.error.empty()) return sky_.error;
-    std::string text;
-    for (const auto& flight : sky_.airborne) {
-      if (flight) text += (text.empty() ? "still awaited: " : ", ") + flight->describe();
-    }
-    return text;
-  }
-
+  // See Airborne.
+  std::string trouble() const { return airborne_.trouble(); }
+  int64_t num_reduced() const { return airborne_.num_reduced(); }
+  int64_t num_launched() const { return airborne_.num_launched(); }
   bool has_threads() const { return has_threads_; }
-  int64_t num_reduced() const { return num_reduced_; }
-  int64_t num_launched() const { return num_launched_; }
   // For tests of overlap: holds every flight back until drain() or after_reduction().
   void hold_back(bool hold) { held_back_.on = hold; }
 
@@ -137,33 +101,21 @@ class TwoWorkers {
     try {
       body();
     } catch (const std::exception& error) {
-      fail(flight, error.what());
+      airborne_.fail(flight, error.what());
     } catch (...) {
-      fail(flight, "unknown error");
+      airborne_.fail(flight, "unknown error");
     }
   }
 
-  bool failed() {
-    const std::lock_guard lock(sky_.mutex);
-    return !sky_.error.empty() || sky_.aborted;
-  }
+  bool failed() const { return airborne_.failed(); }
 
   // For `pack`: notes that the flight's messages are on the wire.
   template <class Pending>
   void set_pending(Flight& flight, Pending pending) {
-    const std::lock_guard lock(sky_.mutex);
-    flight.pending = std::move(pending);
-    if (sky_.aborted) flight.pending->abort();
+    airborne_.set_pending(flight, std::move(pending));
   }
 
  private:
-  struct Sky {
-    Mutex<LockRank::sky> mutex;  // of the three below, and of each flight's `pending`
-    Condition reduced;
-    std::deque<std::shared_ptr<Flight>> airborne;  // launched and not reduced, in order; null for a task
-    std::string error;                             // the first one
-    bool aborted = false;
-  };
   struct HeldBack {
     bool on = false;
     std::deque<Task> tasks;
@@ -194,28 +146,14 @@ class TwoWorkers {
 
   void reduce(const std::shared_ptr<Flight>& flight) {
     reduce_(*flight);
-    {
-      const std::lock_guard lock(sky_.mutex);
-      flight->pending = nullptr;
-      sky_.airborne.pop_front();
-      ++num_reduced_;
-    }
-    sky_.reduced.notify_all();
+    airborne_.end(*flight);
     buffers_.release();
-  }
-
-  void fail(const Flight& flight, const std::string& reason) {
-    const std::lock_guard lock(sky_.mutex);
-    if (!sky_.error.empty() || sky_.aborted) return;
-    sky_.error = "zerox: the gradients of " + flight.describe() + " did not arrive from all ranks: " + reason;
   }
 
   bool has_threads_;  // if not, the thread that posts a task runs it
   FlightTask pack_;
   FlightTask reduce_;
-  std::atomic<int64_t> num_launched_{0};
-  std::atomic<int64_t> num_reduced_{0};
-  Sky sky_;
+  Airborne<Flight> airborne_;
   HeldBack held_back_;
   Permits buffers_{2};
   Worker reduce_worker_{"zerox land"};  // destroyed after the worker that posts to it
