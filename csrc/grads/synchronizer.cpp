@@ -148,32 +148,30 @@ LocalStatus Synchronizer::local_status(const Call& call) {
         "inside join() can't do the same: call optimizer.clip_grad_norm_(), or build the optimizer with stage=2");
   }
   const Progress progress = backward_->progress();
-  step_.had_gradient |= progress.rounds.own > 0 || seen.unsent;
+  if (progress.rounds.own > 0 || seen.unsent) own_status_.note_gradient();
   return {.call = call,
           .rounds = progress.rounds,
           .failed = !progress.failure.empty(),
           .unsent = seen.unsent || progress.rounds.inner.has_left,
           .changed = seen.changed,
           .scaled = seen.scaled,
-          .zeroed = zeroed_.exchange(false) || grads_->has_lost_mean(),
-          .active = call.sync_point != SyncPoint::follow || (step_.had_gradient && !following_.load().by_backward),
+          .zeroed = own_status_.take_zeroed() || grads_->has_lost_mean(),
+          .active = call.sync_point != SyncPoint::follow || own_status_.counts(),
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad),
           .placements = std::move(seen.placements),
-          .piggyback = piggyback_};
+          .piggyback = own_status_.piggyback()};
 }
 
 // One exchange of local statuses. Afterwards ranks have launched the same rounds.
 ReducedStatus Synchronizer::exchange_statuses(const Call& call) {
-  const bool was_zeroed = zeroed_ || grads_->has_lost_mean();
+  const bool was_zeroed = own_status_.is_zeroed() || grads_->has_lost_mean();
   ReducedStatus reduced{};
   {
     const Range range("agree");
     reduced = agreement_.agree(local_status(call));
   }
-  synced_.scaled = reduced[Said::scaled].most > 0;
-  synced_.with_grad = reduced.with_grad;
-  synced_.piggybacks = reduced.piggybacks;
+  last_status_.keep(reduced);
   check(reduced);
   const bool followed = reduced[Said::sync_point].least == static_cast<int64_t>(SyncPoint::follow);
   backward_->set_followed(followed);
@@ -182,11 +180,11 @@ ReducedStatus Synchronizer::exchange_statuses(const Call& call) {
   const bool comes_new = reduced[Said::rounds].most > rounds;
   if (call.sync_point == SyncPoint::follow && reduced[Said::zeroed].most > 0 && !was_zeroed) {
     grads_->zero(/*set_to_none=*/true, rounds);
-  } else if (call.sync_point == SyncPoint::follow && comes_new && step_.is_new && !step_.had_gradient) {
+  } else if (call.sync_point == SyncPoint::follow && comes_new && own_status_.is_behind()) {
     grads_->forget_old(rounds);
   }
   if (call.sync_point == SyncPoint::follow && comes_new) backward_->before_next();  // it runs no backward that does
-  if (comes_new || rounds > 0) step_.is_new = false;
+  if (comes_new || rounds > 0) own_status_.note_sent();
   {
     const auto wakes = c10::make_scope_exit([this] { grads_->set_rests(false); });
     grads_->set_rests(rests(call));
@@ -197,15 +195,11 @@ ReducedStatus Synchronizer::exchange_statuses(const Call& call) {
 }
 
 // Whether this rank sends zeros in what it launches.
-bool Synchronizer::rests(const Call& call) const {
-  if (call.sync_point != SyncPoint::follow) return false;
-  const Following following = following_;
-  return following.by_backward || (following.by_active && !step_.had_gradient);
-}
+bool Synchronizer::rests(const Call& call) const { return call.sync_point == SyncPoint::follow && own_status_.rests(); }
 
 // What a mean over all ranks is multiplied by.
 double Synchronizer::scale(const ReducedStatus& reduced) const {
-  if (!following_.load().by_active || reduced.num_active == 0) return 1.0;
+  if (!own_status_.following().by_active || reduced.num_active == 0) return 1.0;
   return static_cast<double>(agreement_.num_ranks()) / static_cast<double>(reduced.num_active);
 }
 
@@ -262,7 +256,7 @@ void Synchronizer::finish(const ReducedStatus& reduced, SyncPoint sync_point, bo
   if (is_step) agreement_.step_begun();
   backward_->start_over();
   grads_->start_over(is_step);
-  if (is_step || sync_point == SyncPoint::skip_step) step_ = {.had_gradient = false, .is_new = true};
+  if (is_step || sync_point == SyncPoint::skip_step) own_status_.begin_step();
 }
 
 // Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
@@ -289,7 +283,7 @@ void Synchronizer::zero(bool set_to_none) {
   backward_->restore_watches();
   backward_->forget_failure();
   backward_->note_zeroed();
-  zeroed_ = true;
+  own_status_.note_zeroed();
   grads_->zero(set_to_none, backward_->progress().rounds.all);
 }
 
@@ -312,23 +306,23 @@ void Synchronizer::learn_order() {
 
 void Synchronizer::set_piggyback(std::vector<int64_t> piggyback) {
   const std::lock_guard lock(mutex_);
-  piggyback_ = std::move(piggyback);
+  own_status_.set_piggyback(std::move(piggyback));
 }
 
 std::vector<int64_t> Synchronizer::piggybacks() const {
   const std::lock_guard lock(mutex_);
-  return synced_.piggybacks;
+  return last_status_.piggybacks();
 }
 
 bool Synchronizer::holds_scaled() const {
   const std::lock_guard lock(mutex_);
-  return synced_.scaled;
+  return last_status_.holds_scaled();
 }
 
 void Synchronizer::bump_versions() const {
   const std::lock_guard lock(mutex_);
   buckets_->for_each_slot([this](const Slot& slot, int64_t position) {
-    if (synced_.with_grad.has(position)) slot.param.unsafeGetTensorImpl()->bump_version();
+    if (last_status_.has_grad(position)) slot.param.unsafeGetTensorImpl()->bump_version();
   });
 }
 

@@ -1,7 +1,6 @@
 // Together: at a sync point, what they tell each other there, and what follows from it.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -13,6 +12,7 @@
 #include "grads/backward.h"
 #include "grads/flights.h"
 #include "grads/mean_grads.h"
+#include "grads/own_status.h"
 #include "params/params.h"
 #include "workers/stopwatch.h"
 
@@ -38,8 +38,8 @@ class Synchronizer {
   // Collective: the end of a backward.
   void end_backward();
 
-  // See Following. It does not wait for a thread that follows.
-  void set_following(bool by_backward, bool by_active) { following_ = {by_backward, by_active}; }
+  // See OwnStatus.
+  void set_following(bool by_backward, bool by_active) { own_status_.set_following({by_backward, by_active}); }
 
   // Does what Optimizer.zero_grad() does. It is local and never blocks, with one exception: if gradients are whole and
   // backward raised here, it tells the other ranks, which wait at the end of their backward.
@@ -88,18 +88,8 @@ class Synchronizer {
   Agreement agreement_;
   std::function<void()> before_backward_end_;
   std::function<void()> after_backward_end_;
-  std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
-  struct {
-    bool had_gradient = false;  // this rank, in this step
-    bool is_new = false;        // none was sent yet since the last step
-  } step_;
-  std::atomic<Following> following_ = Following{};
-  std::vector<int64_t> piggyback_;
-  struct {
-    bool scaled = false;
-    SlotSet with_grad{};
-    std::vector<int64_t> piggybacks{};
-  } synced_;  // what the last sync() saw, on any rank
+  OwnStatus own_status_;
+  LastStatus last_status_;
   Stopwatch waited_;
 };
 
