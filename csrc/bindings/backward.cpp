@@ -23,9 +23,10 @@ void bind_backward(py::module_& m) {
       .def_property_readonly("synced", py::cpp_function(&Backward::is_synced, Release()))
       .def_property_readonly(
           "sums_wait",
-          py::cpp_function([](const Backward& self) { return self.progress().rounds.inner.has_left; }, Release()))
+          py::cpp_function([](const Backward& self) { return self.progress().rounds().inner.has_left; }, Release()))
       .def("set_order", &Backward::set_order, py::arg("order"), Release())
-      .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
+      .def_property_readonly("launch_order",
+                             py::cpp_function([](const Backward& self) { return self.order().order(); }, Release()));
 }
 
 }  // namespace zx

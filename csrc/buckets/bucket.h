@@ -27,7 +27,7 @@ class Decision;  // grads/decision.h
 // for this gradient: it is too late to look for new nodes at a sync point.
 //
 // A user's first register_hook() makes the parameter's list of hooks anew, and the watch is gone. It is put back at
-// zero_grad() and at a sync point (Backward::restore_watches). Only if the node is dropped between those two, too, can
+// zero_grad() and at a sync point (GradHooks::restore_watches). Only if the node is dropped between those two, too, can
 // gradients arrive unseen; in ZeRO stage 1 they are refused then, since p.grad may be this rank's own or the mean.
 struct Watch {
   std::atomic<const void*> node{nullptr};  // the one that has the other hooks

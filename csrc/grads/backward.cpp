@@ -14,11 +14,12 @@ Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> 
       grads_(std::move(grads)),
       flights_(std::move(flights)),
       packing_(grads_, flights_),
-      paced_(paced) {}
+      hooks_(buckets_, grads_),
+      pace_(flights_, paced) {}
 
 Backward::~Backward() {
   buckets_->for_each_slot([](Slot& slot, int64_t /*position*/) {
-    remove_hooks(slot);
+    GradHooks::remove(slot);
     at::Tensor& grad = slot.param.mutable_grad();
     if (grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder)) grad.reset();
   });
@@ -29,7 +30,7 @@ void Backward::add(const std::shared_ptr<Bucket>& bucket) {
   TORCH_CHECK(!pass_.open, "zerox: parameters can't be added inside a backward");
   buckets_->all.push_back(bucket);
   order_.add_bucket();
-  for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
+  hooks_.install(*bucket, weak_from_this());
 }
 
 void Backward::set_sync(bool sync) {
@@ -44,26 +45,22 @@ void Backward::set_decision(int64_t bucket, int64_t slot, std::shared_ptr<Decisi
 
 void Backward::set_stays_inner(bool stays) {
   const Locked lock(buckets_->mutex);
-  // A rank without a backward of its own joins the others' rounds, and takes those that stay for the first ones.
-  TORCH_CHECK(!stays || progress_.rounds.all == progress_.rounds.inner.count,
-              "zerox: no_sync(outer=True) comes before the backwards that send everything, and there was one in this "
-              "step");
-  stays_inner_ = stays;
+  progress_.set_stays_inner(stays);
 }
 
 bool Backward::followed() const {
   const Locked lock(buckets_->mutex);
-  return followed_;
+  return pace_.followed();
 }
 
 void Backward::set_followed(bool followed) {
   const Locked lock(buckets_->mutex);
-  followed_ = followed;
+  pace_.set_followed(followed);
 }
 
 bool Backward::is_syncing() const {
   const Locked lock(buckets_->mutex);
-  return sync_ && !stays_inner_;
+  return sync_ && !progress_.stays_inner();
 }
 
 void Backward::open_pass(const Locked& /*lock*/) {
@@ -71,11 +68,11 @@ void Backward::open_pass(const Locked& /*lock*/) {
               "zerox: the backward before this one raised an exception; call "
               "optimizer.zero_grad() before the next backward");
   if (pass_.open) return;
-  refuse_other_reducers();
+  hooks_.refuse_other_reducers();
   pass_.open = true;
   pass_.first_task = pass_.last_task = pass_.whole_task = -1;
   pass_.again = pass_.is_static = false;
-  pass_.paced = paced_ && !followed_;
+  pace_.begin_pass();
   pass_.raised = std::make_shared<bool>(false);
   std::vector<int64_t> pending;
   for (const auto& bucket : buckets_->all) {
@@ -97,17 +94,10 @@ void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
     });
   }
   pass_.end();
-  count_round(own);
+  progress_.count_round(own);
   if (!own || !std::exchange(pass_.again, false)) return;
   for (const int64_t bucket : order_.order()) launch(bucket, empty, lock);
-  count_round(own);
-}
-
-void Backward::count_round(bool own) {
-  ++progress_.rounds.all;
-  progress_.rounds.inner.count += stays_inner_ ? 1 : 0;
-  progress_.rounds.inner.has_left = stays_inner_;
-  progress_.rounds.own += own ? 1 : 0;
+  progress_.count_round(own);
 }
 
 // Ends a pass whose end could not be seen, or never came because backward raised.
@@ -116,32 +106,31 @@ bool Backward::end_pass() {
   if (!pass_.open) return false;
   const bool raised = *pass_.raised;
   finish_pass(/*own=*/true, /*empty=*/raised, lock);
-  if (raised) note_failure("its backward raised an exception", lock);
+  if (raised) progress_.fail("its backward raised an exception");
   return raised;
 }
 
 void Backward::launch_round(bool empty, bool stays_inner) {
   const Locked lock(buckets_->mutex);
-  const bool before = std::exchange(stays_inner_, stays_inner);
+  const bool before = progress_.exchange_stays_inner(stays_inner);
   order_.begin(std::vector<int64_t>(buckets_->all.size(), 1));
   finish_pass(/*own=*/false, empty, lock);
-  stays_inner_ = before;
+  progress_.exchange_stays_inner(before);
 }
 
 // `empty`: after an exception in backward the bucket leaves without gradients, to keep ranks in step.
 void Backward::launch(int64_t bucket, bool empty, const Locked& lock) {
   const Range range("launch", bucket);
-  constexpr int64_t kOrderMix = 1000003;
-  progress_.rounds.order = (progress_.rounds.order * kOrderMix + bucket + 1) % (kNoBackward / 4);
+  progress_.note_launched(bucket);
   std::string refusal;  // the round goes on without such a gradient, and the next sync() raises
   auto flight = packing_.make_flight(buckets_->all[bucket], empty, refusal, lock);
-  flight->stays_inner = stays_inner_;
+  flight->stays_inner = progress_.stays_inner();
   const auto* flags = flight->copies.flags.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < flight->copies.flags.numel(); ++i) {
-    if (flags[i] % 2 != 0) note_dropped((bucket << 40) + flags[i], lock);  // "replace" comes after "present"
+    if (flags[i] % 2 != 0) progress_.note_dropped((bucket << 40) + flags[i]);  // "replace" comes after "present"
   }
   flights_->launch(std::move(flight));
-  if (!refusal.empty()) note_failure(refusal, lock);
+  if (!refusal.empty()) progress_.fail(refusal);
 }
 
 Progress Backward::progress() const {
@@ -149,50 +138,29 @@ Progress Backward::progress() const {
   return progress_;
 }
 
-void Backward::note_failure(const std::string& why, const Locked& /*lock*/) {
-  if (progress_.failure.empty()) progress_.failure = why;
-}
-
 void Backward::fail(const std::string& why) {
   const Locked lock(buckets_->mutex);
-  note_failure(why, lock);
+  progress_.fail(why);
 }
 
 bool Backward::has_failed() const {
   const Locked lock(buckets_->mutex);
-  return !progress_.failure.empty() || (pass_.open && *pass_.raised);
-}
-
-void Backward::forget_failure() {
-  const Locked lock(buckets_->mutex);
-  progress_.failure.clear();
-}
-
-// What waits on other ranks' inner axis can't be told of what is discarded on this one only: see Note [Sums that wait].
-void Backward::note_dropped(int64_t what, const Locked& /*lock*/) {
-  if (!progress_.rounds.inner.has_left) return;
-  constexpr uint64_t kMix = 0x9E3779B97F4A7C15U;
-  const uint64_t mixed = (static_cast<uint64_t>(what) * kMix) ^ static_cast<uint64_t>(progress_.rounds.inner.count);
-  progress_.rounds.inner.dropped =
-      (progress_.rounds.inner.dropped + static_cast<int64_t>((mixed * kMix) >> 34U)) % (kNoBackward / 4);
+  return !progress_.failure().empty() || (pass_.open && *pass_.raised);
 }
 
 void Backward::note_zeroed() {
   const Locked lock(buckets_->mutex);
-  note_dropped(-1, lock);
-  progress_.rounds.inner.has_left = false;
+  progress_.note_zeroed();
 }
 
 void Backward::start_over() {
   const Locked lock(buckets_->mutex);
-  progress_.rounds.all = progress_.rounds.own = progress_.rounds.order = 0;
-  progress_.rounds.has_kept = false;
-  progress_.rounds.inner.count = progress_.rounds.inner.dropped = 0;
+  progress_.start_over();
 }
 
 bool Backward::is_synced() const {
   const Locked lock(buckets_->mutex);
-  return !pass_.open && progress_.rounds.all == 0;
+  return !pass_.open && progress_.rounds().all == 0;
 }
 
 bool Backward::has_order() const {
@@ -200,14 +168,9 @@ bool Backward::has_order() const {
   return order_.is_set();
 }
 
-std::vector<int64_t> Backward::order() const {
+LaunchOrder Backward::order() const {
   const Locked lock(buckets_->mutex);
-  return order_.order();
-}
-
-std::vector<int64_t> Backward::learned_order() const {
-  const Locked lock(buckets_->mutex);
-  return order_.learned();
+  return order_;
 }
 
 void Backward::set_order(std::vector<int64_t> order) {

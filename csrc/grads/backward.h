@@ -1,6 +1,6 @@
 // When: watches autograd for gradients, and sends each bucket on its way when its turn comes.
 //
-//   hooks (hooks.cpp) -> LaunchOrder -> Packing -> Flights
+//   GradHooks -> Backward (hooks.cpp) -> LaunchOrder -> Packing -> Flights
 #pragma once
 
 #include <functional>
@@ -10,41 +10,25 @@
 #include <vector>
 
 #include "buckets/buckets.h"
-#include "grads/agreement.h"
 #include "grads/before_next.h"
 #include "grads/decision.h"
 #include "grads/flights.h"
+#include "grads/grad_hooks.h"
 #include "grads/launch_order.h"
 #include "grads/mean_grads.h"
+#include "grads/pace.h"
 #include "grads/packing.h"
 #include "grads/pass.h"
-#include "torch_internals.h"
+#include "grads/progress.h"
 
 namespace zx {
 
-// The counts are since the last step: see LocalStatus.
-struct Progress {
-  Rounds rounds{};
-  std::string failure{};  // why zero_grad() must come before anything else; empty if nothing is wrong
-};
-
-// Note [Backward at the pace of the exchange]
-// Gradients that have not left take memory, up to all of them if backward is faster than the exchange. Where memory is
-// what counts (ZeRO stage 3), a backward that has launched a bucket waits until the one before it has been reduced. The
-// wire stays busy meanwhile: one bucket is reduced while the next one's gradients are made. On an accelerator the host
-// would run ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is
-// launched has been reduced, as the host sees it, and streams wait for each other: see Note [Streams].
-//
-// Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
-// is reduced for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
-// before they synchronize: there is no waiting at all then.
-
 // Any thread may call any of these.
-class Backward : public std::enable_shared_from_this<Backward> {
+class Backward final : public GradHooks::Listener, public std::enable_shared_from_this<Backward> {
  public:
   Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads, std::shared_ptr<Flights> flights,
            bool paced);
-  ~Backward();  // removes the hooks and placeholders
+  ~Backward() override;  // removes the hooks and placeholders
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
 
@@ -75,9 +59,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void set_before_next(std::function<void()> call) { before_next_.set(std::move(call)); }
   void before_next() { before_next_.call(); }
 
-  // To be called when no backward is running: see Note [Hooks follow the parameter]. Returns why what p.grad holds
-  // can't be told; empty if it can.
-  std::string restore_watches();
+  // See GradHooks.
+  std::string restore_watches() { return hooks_.restore_watches(); }
 
   // To be called when the optimizer is called, since no backward is running then: ends the pass that is open. Returns
   // whether its backward raised.
@@ -86,9 +69,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void launch_round(bool empty, bool stays_inner = false);
 
   Progress progress() const;
-  // Notes a failure. Only the first one is reported.
+  // See Progress.
   void fail(const std::string& why);
-  void forget_failure();
   void note_zeroed();
   // To be called when ranks are in step: rounds are counted anew.
   void start_over();
@@ -97,51 +79,36 @@ class Backward : public std::enable_shared_from_this<Backward> {
 
   // See Note [Buckets launch in one order].
   bool has_order() const;
-  std::vector<int64_t> order() const;
-  std::vector<int64_t> learned_order() const;
+  LaunchOrder order() const;
   void set_order(std::vector<int64_t> order);
 
  private:
   // hooks.cpp: on autograd's thread.
-  void install_hooks(const Bucket& bucket, Slot& slot);
-  void hang_hooks(const Bucket& bucket, Slot& slot, internals::AccumulatorNode node);
-  static void unhang_hooks(Slot& slot);
-  static void remove_hooks(Slot& slot);
-  void watch(const Bucket& bucket, Slot& slot);
-  void on_new_node(const Bucket& bucket, Slot& slot);
-  void refuse_other_reducers() const;
-  void before_accumulate(const Bucket& bucket, Slot& slot);
-  void after_accumulate(Bucket& bucket, Slot& slot);
+  void before_accumulate(const Bucket& bucket, Slot& slot) override;
+  void after_accumulate(Bucket& bucket, Slot& slot) override;
   bool note_gradient(Bucket& bucket, Slot& slot);
   bool is_last_gradient(Slot& slot);
-  void on_backward_end(int64_t task);
-  bool is_about_to_accumulate() const;
-
   void await_end(const Locked& lock);
-  void keep_pace();
+  void on_backward_end(int64_t task);
 
   // Under the lock.
   void open_pass(const Locked& lock);
   void finish_pass(bool own, bool empty, const Locked& lock);
-  void count_round(bool own);
   void launch(int64_t bucket, bool empty, const Locked& lock);
-  void note_dropped(int64_t what, const Locked& lock);
-  void note_failure(const std::string& why, const Locked& lock);
 
   const std::shared_ptr<Buckets> buckets_;
   const std::shared_ptr<MeanGrads> grads_;
   const std::shared_ptr<Flights> flights_;
   const Packing packing_;
   std::function<void()> on_end_;
-  const bool paced_;
   BeforeNext before_next_;  // called without the lock
+  GradHooks hooks_;
   // Under buckets_->mutex.
   LaunchOrder order_;
   Pass pass_;
   Progress progress_;
+  Pace pace_;
   bool sync_ = true;
-  bool stays_inner_ = false;
-  bool followed_ = false;
 };
 
 }  // namespace zx

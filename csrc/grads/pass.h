@@ -39,7 +39,6 @@ struct Pass {
   int64_t whole_task = -1;  // one that runs the whole backward of a forward, though it may be inside another one
   bool is_static = false;   // some gradient's wrapper says so: see Note [Several gradients in one backward]
   bool again = false;       // see there
-  bool paced = false;       // see Note [Backward at the pace of the exchange]
   std::shared_ptr<bool> raised = std::make_shared<bool>(false);
   std::vector<std::shared_ptr<Decision>> decided{};  // of the gradients that leave: see Note [Forward decides]
 

@@ -48,7 +48,7 @@ Synchronizer::Synchronizer(Communicator control, std::shared_ptr<Buckets> bucket
 // A rank that is behind the others launches as often as they did, so that every message finds its partner.
 void Synchronizer::catch_up(const ReducedStatus& reduced, bool empty) {
   const int64_t inner = reduced[Said::inner_rounds].least == kNoBackward ? 0 : reduced[Said::inner_rounds].least;
-  for (int64_t round = backward_->progress().rounds.all; round < reduced[Said::rounds].most; ++round) {
+  for (int64_t round = backward_->progress().rounds().all; round < reduced[Said::rounds].most; ++round) {
     backward_->launch_round(empty, /*stays_inner=*/round < inner);
   }
 }
@@ -64,7 +64,7 @@ void Synchronizer::abandon(const ReducedStatus& reduced) {
 // The same where a rank failed; returns why, as that rank tells it.
 std::string Synchronizer::abandon_with_reason(const ReducedStatus& reduced) {
   abandon(reduced);
-  return agreement_.text_from(reduced[Said::failed].most_rank, backward_->progress().failure);
+  return agreement_.text_from(reduced[Said::failed].most_rank, backward_->progress().failure());
 }
 
 void Synchronizer::check(const ReducedStatus& reduced) {
@@ -135,7 +135,7 @@ void Synchronizer::check(const ReducedStatus& reduced) {
 LocalStatus Synchronizer::local_status(const Call& call) {
   GradsSeen seen;
   {
-    const int64_t rounds = backward_->progress().rounds.all;
+    const int64_t rounds = backward_->progress().rounds().all;
     const Locked lock(buckets_->mutex);
     seen = grads_->look(rounds, lock);
   }
@@ -148,11 +148,11 @@ LocalStatus Synchronizer::local_status(const Call& call) {
         "inside join() can't do the same: call optimizer.clip_grad_norm_(), or build the optimizer with stage=2");
   }
   const Progress progress = backward_->progress();
-  if (progress.rounds.own > 0 || seen.unsent) own_status_.note_gradient();
+  if (progress.rounds().own > 0 || seen.unsent) own_status_.note_gradient();
   return {.call = call,
-          .rounds = progress.rounds,
-          .failed = !progress.failure.empty(),
-          .unsent = seen.unsent || progress.rounds.inner.has_left,
+          .rounds = progress.rounds(),
+          .failed = !progress.failure().empty(),
+          .unsent = seen.unsent || progress.rounds().inner.has_left,
           .changed = seen.changed,
           .scaled = seen.scaled,
           .zeroed = own_status_.take_zeroed() || grads_->has_lost_mean(),
@@ -176,7 +176,7 @@ ReducedStatus Synchronizer::exchange_statuses(const Call& call) {
   const bool followed = reduced[Said::sync_point].least == static_cast<int64_t>(SyncPoint::follow);
   backward_->set_followed(followed);
   // What a follower still holds is of an older step, which the others have zeroed.
-  const int64_t rounds = backward_->progress().rounds.all;
+  const int64_t rounds = backward_->progress().rounds().all;
   const bool comes_new = reduced[Said::rounds].most > rounds;
   if (call.sync_point == SyncPoint::follow && reduced[Said::zeroed].most > 0 && !was_zeroed) {
     grads_->zero(/*set_to_none=*/true, rounds);
@@ -265,7 +265,7 @@ void Synchronizer::send_rest(const ReducedStatus& reduced, bool rests) {
     const auto wakes = c10::make_scope_exit([this] { grads_->set_rests(false); });
     grads_->set_rests(rests);
     grads_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
-    grads_->complete(backward_->progress().rounds.all, scale(reduced), agreement_);
+    grads_->complete(backward_->progress().rounds().all, scale(reduced), agreement_);
   } else if (reduced[Said::changed].most > 0) {
     flights_->await_all();
     grads_->exchange_changes(agreement_);
@@ -281,10 +281,9 @@ void Synchronizer::zero(bool set_to_none) {
     abandon_with_reason(agreement_.agree(local_status({.sync_point = SyncPoint::backward_end})));
   }
   backward_->restore_watches();
-  backward_->forget_failure();
   backward_->note_zeroed();
   own_status_.note_zeroed();
-  grads_->zero(set_to_none, backward_->progress().rounds.all);
+  grads_->zero(set_to_none, backward_->progress().rounds().all);
 }
 
 void Synchronizer::all_reduce(const at::Tensor& values, Combine combine) {
@@ -296,8 +295,8 @@ void Synchronizer::all_reduce(const at::Tensor& values, Combine combine) {
 
 // See Note [Buckets launch in one order].
 void Synchronizer::learn_order() {
-  std::vector<int64_t> told = backward_->learned_order();
-  told.push_back(backward_->progress().rounds.own > 0 ? 1 : 0);  // whether rank 0 had a backward to learn it from
+  std::vector<int64_t> told = backward_->order().learned();
+  told.push_back(backward_->progress().rounds().own > 0 ? 1 : 0);  // whether rank 0 had a backward to learn it from
   told = agreement_.from_rank_0(std::move(told));
   const bool is_learned = told.back() != 0;
   told.pop_back();
