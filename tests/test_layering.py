@@ -330,11 +330,6 @@ def test_nobody_reaches_into_an_optimizer() -> None:
         assert found <= {"_joining"}
 
 
-# What has grown over the limits, and is yet to be split. Nothing comes in here.
-TOO_MANY_ATTRIBUTES: set[str] = set()
-TOO_MANY_METHODS = {"MeanGrads"}
-
-
 @functools.cache
 def cpp_classes() -> dict[str, CppClass]:
     return classes_in(path.read_text() for path in sources())
@@ -346,7 +341,7 @@ def test_cpp_classes_have_few_attributes() -> None:
     attributes = {name: each.attributes(known) for name, each in known.items()}
     assert sum(map(len, attributes.values())) > 500, "the members of our classes were not found"
     over = {name: found for name, found in attributes.items() if len(found) > MOST_ATTRIBUTES}
-    assert over.keys() == TOO_MANY_ATTRIBUTES, over
+    assert not over
 
 
 def test_cpp_classes_have_few_methods() -> None:
@@ -355,7 +350,7 @@ def test_cpp_classes_have_few_methods() -> None:
     methods = {name: each.methods(one_calls) for name, each in cpp_classes().items()}
     assert sum(map(len, methods.values())) > 500, "the methods of our classes were not found"
     over = {name: found for name, found in methods.items() if len(found) > MOST_METHODS}
-    assert over.keys() == TOO_MANY_METHODS, over
+    assert not over
 
 
 def unlockable(text: str) -> list[str]:

@@ -222,7 +222,7 @@ struct OwnShard {
 // cut into several subgroups of the same size, one of them this rank's, and the bucket stands for other parameters in
 // each. What is agreed over all ranks (the order of launches, the rounds) holds for the buckets of all subgroups
 // together, so that no two ranks wait for each other in different subgroups. What is told of one parameter must not be
-// mixed up over subgroups: see MeanGrads::told_in_subgroups().
+// mixed up over subgroups: see told_in_subgroups().
 struct Subgroup {
   int64_t exchange = 0;  // its place among the Exchanges
   int64_t rank = 0;      // this rank's number in it

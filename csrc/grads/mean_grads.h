@@ -21,7 +21,8 @@
 #include "exchange/exchange.h"
 #include "grads/agreement.h"
 #include "grads/flights.h"
-#include "grads/in_place.h"
+#include "grads/placements.h"
+#include "grads/reduced_shards.h"
 
 namespace zx {
 
@@ -43,7 +44,6 @@ struct GradsSeen {
   bool scaled = false;
   bool touched = false;  // the user wrote to p.grad since it became the mean
   SlotSet with_grad{};
-  SlotSet placements{};   // of the gradients of DTensors
   std::string refusal{};  // why a gradient can't be sent; empty if all can
 };
 
@@ -56,7 +56,10 @@ struct GradContext {
 
 class MeanGrads {
  public:
-  explicit MeanGrads(GradContext context) : context_(std::move(context)) {}
+  explicit MeanGrads(GradContext context)
+      : context_(std::move(context)),
+        placements_(context_.buckets),
+        reduced_shards_(context_.buckets, context_.flights) {}
   virtual ~MeanGrads() = default;
   MeanGrads(const MeanGrads&) = delete;
   MeanGrads& operator=(const MeanGrads&) = delete;
@@ -90,8 +93,10 @@ class MeanGrads {
 
   // ---- at a sync point
 
-  // Takes over what all ranks have seen. Returns what they disagree about, the same on all; empty if nothing.
-  std::string learn_placements(const SlotSet& seen);
+  // See Placements.
+  SlotSet seen_placements() const { return placements_.seen(); }
+  std::string learn_placements(const SlotSet& seen) { return placements_.learn(seen); }
+  std::vector<int64_t> partial(int64_t bucket) const { return placements_.partial(bucket); }
   // `rounds`: how often all buckets were launched since the last step.
   virtual GradsSeen look(int64_t rounds, const Locked& lock) = 0;
   // Collective: makes what was launched into what step() reads.
@@ -118,14 +123,9 @@ class MeanGrads {
   // Multiplies p.grad by a scalar, where it holds the mean: of these slots, or of all.
   using Slots = std::optional<std::vector<int64_t>>;
   virtual void scale(int64_t /*bucket*/, const at::Tensor& /*factor*/, const Slots& /*slots*/) {}
-  // Does these to reduced shards, once all flights launched so far have been reduced, and before any later one does.
-  void do_in_place(std::vector<InPlace> calls);
-  // To be called when the reduced shard was written.
-  void forget_limbs(int64_t bucket) {
-    ReducedShard& reduced = buckets().at(bucket).reduced;
-    reduced.limbs.reset();
-    ++reduced.version;
-  }
+  // See ReducedShards.
+  void do_in_place(std::vector<InPlace> calls) { reduced_shards_.do_in_place(std::move(calls)); }
+  void forget_limbs(int64_t bucket) { reduced_shards_.forget_limbs(bucket); }
   void mark_zeroed(int64_t bucket, int64_t slot);      // zero_() was called on this slot's placeholder
   bool is_zeroed(int64_t bucket, int64_t slot) const;  // and no flight has told its owners yet
 
@@ -136,32 +136,30 @@ class MeanGrads {
   // The same shard as one tensor for each of parts(), not copied; undefined if a part has no gradient. Empty if the
   // shard is one tensor.
   virtual std::vector<at::Tensor> shard_by_part(int64_t bucket) = 0;
-  // A number that rises with each change of the reduced shard.
-  int64_t version(int64_t bucket) const { return buckets().at(bucket).reduced.version; }
-  // For each slot, the dimensions of its mesh over which its gradients are Partial, as bits; empty if none are.
-  std::vector<int64_t> partial(int64_t bucket) const;
-  // The tensors that the reduced shard lies in.
-  std::vector<at::Tensor> reduced(int64_t bucket) const;
-  // uint8 [segments]: which have a gradient, on any rank.
-  at::Tensor present(int64_t bucket) const { return buckets().at(bucket).reduced.present; }
+  // See ReducedShards.
+  int64_t version(int64_t bucket) const { return reduced_shards_.version(bucket); }
+  std::vector<at::Tensor> reduced(int64_t bucket) const { return reduced_shards_.tensors(bucket); }
+  at::Tensor present(int64_t bucket) const { return reduced_shards_.present(bucket); }
   // The exact sum of squares over the shard; undefined when unknown.
   virtual at::Tensor limbs(int64_t /*bucket*/) { return {}; }
 
  protected:
   // Whether zero_grad(set_to_none=False) also drops what has been reduced.
   virtual bool zeros_are_in_grad() const = 0;
-  SlotSet seen_placements() const;
   Buckets& buckets() const { return *context_.buckets; }
-  Exchange& exchange_of(const Bucket& bucket) const { return *context_.exchanges->at(bucket.subgroup.exchange); }
-  // Collective: of `each` bytes for every slot, in order, their maxima over the ranks of the slot's subgroup.
-  std::vector<uint8_t> told_in_subgroups(const std::vector<uint8_t>& own, int64_t each, Agreement& agreement) const;
-  Flights& flights() const { return *context_.flights; }
+
+  const GradContext context_;
 
  private:
-  GradContext context_;
+  Placements placements_;
+  ReducedShards reduced_shards_;
   std::atomic<int64_t> num_counted_{0};
   std::atomic<bool> shows_all_{false};
 };
+
+// Collective: of `each` bytes for every slot, in order, their maxima over the ranks of the slot's subgroup.
+std::vector<uint8_t> told_in_subgroups(const Buckets& buckets, const std::vector<uint8_t>& own, int64_t each,
+                                       Agreement& agreement);
 
 // `route`: the moves from p.grad to where step() reads.
 std::shared_ptr<MeanGrads> make_mean_grads(const std::vector<Move>& route, bool alone, GradContext context);

@@ -63,7 +63,6 @@ GradsSeen ShardedGrads::look(int64_t /*rounds*/, const Locked& /*lock*/) {
     seen.scaled |= slot.seen.scaled.is(grad);
     seen.changed |= slot.replace || slot.zeroed;
   });
-  seen.placements = seen_placements();
   return seen;
 }
 
@@ -82,7 +81,7 @@ std::vector<uint8_t> ShardedGrads::take_changes() {
 
 // This is rare: a flight tells most changes.
 void ShardedGrads::exchange_changes(Agreement& agreement) {
-  const std::vector<uint8_t> changes = told_in_subgroups(take_changes(), 2, agreement);
+  const std::vector<uint8_t> changes = told_in_subgroups(buckets(), take_changes(), 2, agreement);
   size_t at = 0;
   for (const auto& bucket : buckets().all) {
     const int64_t rank = bucket->subgroup.rank;

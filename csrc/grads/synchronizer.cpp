@@ -134,10 +134,12 @@ void Synchronizer::check(const ReducedStatus& reduced) {
 
 LocalStatus Synchronizer::local_status(const Call& call) {
   GradsSeen seen;
+  SlotSet placements;
   {
     const int64_t rounds = backward_->progress().rounds().all;
     const Locked lock(buckets_->mutex);
     seen = grads_->look(rounds, lock);
+    placements = grads_->seen_placements();
   }
   if (const std::string unseen = backward_->restore_watches(); !unseen.empty()) backward_->fail(unseen);
   // Full state needs no gradients: a model may have left for another device, and they with it.
@@ -159,7 +161,7 @@ LocalStatus Synchronizer::local_status(const Call& call) {
           .active = call.sync_point != SyncPoint::follow || own_status_.counts(),
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad),
-          .placements = std::move(seen.placements),
+          .placements = std::move(placements),
           .piggyback = own_status_.piggyback()};
 }
 

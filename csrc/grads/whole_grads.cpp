@@ -58,7 +58,6 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
     }
     seen.scaled |= slot.seen.scaled.is(grad);
   });
-  seen.placements = seen_placements();
   return seen;
 }
 
@@ -187,7 +186,7 @@ std::vector<at::Tensor> GatheredGrads::gather_means(double scale) {
     } else {
       own.zero_();  // zero_grad() came first
     }
-    gathers.start(bucket, flat, exchange_of(*bucket), /*background=*/false);
+    gathers.start(bucket, flat, *context_.exchanges->at(bucket->subgroup.exchange), /*background=*/false);
     if (bucket->whole_grads_hold_shard()) bucket->reduced.shard.reset();
     whole.push_back(std::move(flat));
   }
@@ -199,9 +198,9 @@ void GatheredGrads::complete(int64_t rounds, double scale, Agreement& agreement)
   if (gathered_ == rounds) return;
   has_lost_mean_ = false;
   gathered_ = rounds;
-  flights().await_all();
+  context_.flights->await_all();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const std::vector<uint8_t> present = told_in_subgroups(who_has_grads(), 1, agreement);
+  const std::vector<uint8_t> present = told_in_subgroups(buckets(), who_has_grads(), 1, agreement);
   const std::vector<at::Tensor> whole = gather_means(scale);
 
   const Locked lock(buckets().mutex);
@@ -230,7 +229,7 @@ void GatheredGrads::send_rest(Agreement& agreement, const std::function<void()>&
     buckets().for_each_slot(
         [&](Slot& slot, int64_t /*position*/) { unsent.push_back(slot.whole.is_local(slot.param.grad())); });
   }
-  unsent = told_in_subgroups(unsent, 1, agreement);
+  unsent = told_in_subgroups(buckets(), unsent, 1, agreement);
   {
     const Locked lock(buckets().mutex);
     buckets().for_each_slot([&](Slot& slot, int64_t position) { slot.whole.unsent = unsent[position] != 0; });
