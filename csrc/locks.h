@@ -81,7 +81,7 @@ constexpr LockKind kLocks[] = {
     {LockRank::airborne, 5, "Airborne::mutex_"},
     {LockRank::device_room, 6, "DeviceRoom::mutex_"},
     {LockRank::spare_pages, 6, "SparePages::mutex_"},
-    {LockRank::storages, 6, "AddressRange::storages_mutex_"},
+    {LockRank::storages, 6, "AskedStorages::mutex_"},
     {LockRank::faults, 6, "fault_mutex()"},
     {LockRank::shard_server, 6, "ShardServer::mutex_"},
     {LockRank::shard_questions, 6, "ShardQuestions::mutex_"},

@@ -185,9 +185,9 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
     def unshard(self) -> None:
         """With ``stage=3``, makes all parameters whole for good, on every rank, and lets their shards go. Collective.
 
-        Afterwards no rank needs another one to read them, and ``step()`` raises: build a new optimizer, and give it this
-        one's ``state_dict()``. RuntimeError inside ``whole()``, or if a rank is gone. In other stages parameters are
-        whole already, and this waits for what overlap_gather() hides.
+        Afterwards no rank needs another one to read them, and ``step()`` raises: build a new optimizer, and give it
+        this one's ``state_dict()``. RuntimeError inside ``whole()``, or if a rank is gone. In other stages parameters
+        are whole already, and this waits for what overlap_gather() hides.
         """
         self._core.gather.unshard()
         for bucket in self._core.buckets:

@@ -11,6 +11,7 @@
 #include "residency/address_range.h"
 #include "residency/digest.h"
 #include "residency/residency.h"
+#include "residency/unseen.h"
 
 namespace zx {
 namespace {
@@ -36,6 +37,15 @@ void bind_residency(py::module_& m) {
     const at::Tensor here = flat.cpu();
     return digest(here.const_data_ptr(), here.nbytes());
   });
+  // An operator that a guard sees would fetch the bucket.
+  m.def(
+      "view_unseen",
+      [](const at::Tensor& flat, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+         int64_t start) {
+        const Unseen unseen;
+        return flat.as_strided(sizes, strides, start);
+      },
+      py::arg("flat"), py::arg("sizes"), py::arg("strides"), py::arg("start"));
   m.def("has_address_ranges", &has_address_ranges);
   m.def("room_bytes", &AddressRange::bytes_in_use);
   m.def("most_room_bytes", &AddressRange::most_in_use);
@@ -144,20 +154,21 @@ void bind_residency(py::module_& m) {
       .def(
           "let_kept_go", [](Residency& self) { self->let_kept_go(); }, Release())
       .def_readwrite("identity", &Residency::identity)
-      .def_property_readonly("version", [](Residency& self) { return self->version(); })
+      .def_property_readonly("has_shards", &Residency::has_shards)
+      .def_property_readonly("version", [](Residency& self) { return self->handover().version(); })
       .def_property_readonly("kind", [](Residency& self) { return self->kind(); })
       .def_static("left_with", &Residency::left_with, py::arg("tensor"), Release())
       .def("leave_to_params", &Residency::leave_to_params)
       .def(
-          "bucket_of", [](Residency& self, const at::Tensor& tensor) { return self->bucket_of(tensor); },
+          "bucket_of", [](Residency& self, const at::Tensor& tensor) { return self->handover().bucket_of(tensor); },
           py::arg("tensor"), Release())
       .def(
-          "room", [](Residency& self, int64_t bucket) { return self->room(bucket); }, py::arg("bucket"))
+          "room", [](Residency& self, int64_t bucket) { return self->handover().room(bucket); }, py::arg("bucket"))
       .def(
-          "shard", [](Residency& self, int64_t bucket) { return self->shard(bucket); }, py::arg("bucket"))
+          "shard", [](Residency& self, int64_t bucket) { return self->handover().shard(bucket); }, py::arg("bucket"))
       .def(
-          "is_free", [](Residency& self, int64_t bucket) { return self->is_free(bucket); }, py::arg("bucket"),
-          Release())
+          "is_free", [](Residency& self, int64_t bucket) { return self->handover().is_free(bucket); },
+          py::arg("bucket"), Release())
       .def(
           "begin_handover",
           [](Residency& self, const std::vector<int64_t>& buckets) { return self->handover().begin(buckets); },

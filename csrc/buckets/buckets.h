@@ -69,7 +69,7 @@ namespace zx {
 //   a DeviceRoom, and its RoomStreams      who fetches, releases or reads   the same            DeviceRoom::mutex_
 //   addresses of an accelerator's          DeviceRoom                       readers             addresses()
 //     storages
-//   storages that are to raise             AddressRange                     the same            storages_mutex_
+//   AskedStorages                          AddressRange                     the same            AskedStorages::mutex_
 //   SparePages                             AddressRange                     the same            SparePages::mutex_
 //   ShardServer                            its thread, Publisher            the same            ShardServer::mutex_
 //   ShardQuestions: tags                   whoever asks                     the same            ShardQuestions::mutex_
@@ -88,7 +88,7 @@ namespace zx {
 //   Gathers::mutex_; Gather::mutex_ (waits)
 //   TwoLevelExchange's mutex (waits); Residents::keep_for_others()'s own; residency.cpp's all()
 //   BucketCopies::mutex; Airborne::mutex_
-//   DeviceRoom::mutex_; SparePages::mutex_; AddressRange::storages_mutex_; fault_mutex(); ShardServer::mutex_;
+//   DeviceRoom::mutex_; SparePages::mutex_; AskedStorages::mutex_; fault_mutex(); ShardServer::mutex_;
 //     ShardQuestions::mutex_; BothPending::mutex_; Streams::mutex_; Worker::mutex_; Permits::mutex_;
 //     FlightLog::first_messages_ (waits); FlightLog::mutex_; ControlBlock::keep_for_others()'s own;
 //     other_reducers.cpp's

@@ -122,7 +122,7 @@ AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, Hidd
       reserved_(reserved_bytes_),
       apart_(reserved_bytes_),
       spare_(std::move(spare)),
-      hidden_(hidden) {
+      asked_(hidden) {
   for (char* start : {data(), apart_.data()}) {
     (void)madvise(start, reserved_bytes_ / kChunk * kChunk, spare_ == nullptr ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
   }
@@ -181,17 +181,6 @@ void AddressRange::allow(int how) {
   let_ask(how != PROT_NONE);
 }
 
-void AddressRange::let_ask(bool may) {
-  if (hidden_ == HiddenReads::fault) return;
-  const std::lock_guard lock(storages_mutex_);
-  if (std::exchange(may_ask_, may) == may) return;
-  const Lease::Postponed postponed;
-  std::erase_if(storages_, [](const auto& each) { return each.expired(); });
-  for (const auto& each : storages_) {
-    if (const auto storage = each.lock()) tell(*storage);
-  }
-}
-
 void AddressRange::restore_in_child() {
   allow(PROT_READ | PROT_WRITE);
   std::memset(data(), 0xff, bytes_);
@@ -217,13 +206,12 @@ AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, Hidd
       reserved_(bytes),
       apart_(bytes),
       spare_(std::move(spare)),
-      hidden_(hidden) {}
+      asked_(hidden) {}
 AddressRange::~AddressRange() = default;
 void AddressRange::release() {}
 void AddressRange::restore() {}
 void AddressRange::end_fetch() {}
 void AddressRange::let_write(bool /*may*/) {}
-void AddressRange::let_ask(bool /*may*/) {}
 void AddressRange::hide() {}
 void AddressRange::restore_in_child() {}
 
@@ -235,28 +223,14 @@ std::shared_ptr<AddressRange> AddressRange::make(size_t bytes, std::shared_ptr<S
 
 at::Tensor AddressRange::tensor(at::ScalarType dtype) {
   const auto numel = static_cast<int64_t>(bytes_ / c10::elementSize(dtype));
-  auto* kept = new std::pair(shared_from_this(), share());
+  auto* kept = new std::pair(shared_from_this(), leases().share());
   return at::from_blob(data(), {numel}, [kept](void* /*data*/) { delete kept; }, at::TensorOptions().dtype(dtype));
 }
 
 at::Tensor AddressRange::with_own_storage(const at::Tensor& view) {
   at::Tensor made = zx::with_own_storage(view);
-  if (hidden_ == HiddenReads::fault) return made;
-  const std::lock_guard lock(storages_mutex_);
-  storages_.push_back(made.storage().getWeakStorageImpl());
-  tell(*made.storage().unsafeGetStorageImpl());
+  asked_.add(made);
   return made;
-}
-
-// Under the lock: whether its address may be asked for.
-void AddressRange::tell(c10::StorageImpl& storage) const {
-  if (may_ask_) {
-    allow_reads(storage);
-  } else {
-    forbid_reads(storage,
-                 "zerox: a parameter is sharded (stage=3), and with ZEROX_FAULTS=0 a read that no operator shows can't "
-                 "fetch it: read it inside optimizer.whole(), or by an operator, such as param.clone()");
-  }
 }
 
 void AddressRange::take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {

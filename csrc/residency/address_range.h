@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "locks.h"
+#include "residency/asked_storages.h"
 #include "residency/room.h"
 
 namespace zx {
@@ -27,11 +28,6 @@ namespace zx {
 //
 // A released range can be neither read nor written: a read that nothing announces never finds another bucket's values.
 // Nor does it find a part of its own: memory is filled at other addresses, and pages move to theirs when all is there.
-
-// What happens to such a read: it faults, see Note [Reads that nothing announces], or torch raises RuntimeError where
-// it is asked for the address, as numpy() and data_ptr() ask it. It raises for whatever no operator is using: which
-// buckets happen to be resident does not matter, and nobody is given memory that may be gone at the next operator.
-enum class HiddenReads : uint8_t { fault, raise };
 
 // Chunks of memory that no range uses. Any thread may call any of these.
 class SparePages {
@@ -88,14 +84,13 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   const char* address() const override { return data(); }
 
   size_t bytes() const override { return bytes_; }
-  bool has(const void* address) const override { return address >= data() && address < data() + bytes_; }
   at::Tensor tensor(at::ScalarType dtype) override;
   at::Tensor with_own_storage(const at::Tensor& view) override;
   void release() override;
   void restore() override;
   void end_fetch() override;
   void let_write(bool may) override;
-  void let_ask(bool may) override;
+  void let_ask(bool may) override { asked_.let_ask(may); }
   void restore_in_child() override;
   Inbox inbox() override { return {.data = filled()}; }
   void take_in(const Inbox& /*inbox*/, const std::vector<ByteSpan>& /*spans*/) override {}
@@ -125,7 +120,6 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden);
   void allow(int how);
   char* filled() const { return is_apart_ ? apart_.data() : data(); }
-  void tell(c10::StorageImpl& storage) const;
 
   size_t bytes_;
   size_t reserved_bytes_;  // of whole pages
@@ -135,10 +129,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   size_t counted_ = 0;      // of these, in use
   bool has_memory_ = true;  // all of it
   std::shared_ptr<SparePages> spare_;
-  const HiddenReads hidden_;
-  Mutex<LockRank::storages> storages_mutex_;  // of those below
-  bool may_ask_ = true;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;  // that lie here, if they are to raise
+  AskedStorages asked_;
 };
 
 // Whether this system has what ranges need.

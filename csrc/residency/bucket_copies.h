@@ -63,6 +63,7 @@ class BucketCopies {
   // A bucket that was added, of which most is fixed.
   ShardedBucket& operator[](int64_t bucket) const { return *buckets_[bucket]; }
   bool on_accelerator() const { return rooms_.on_accelerator(); }
+  HiddenReads hidden_reads() const { return rooms_.hidden_reads(); }
   bool hidden_reads_fault() const { return rooms_.hidden_reads_fault(); }
   // What it remembers of the calling thread.
   const Uses& uses_here() const { return uses_; }

@@ -130,19 +130,14 @@ std::shared_ptr<DeviceRoom> DeviceRoom::of(const at::Tensor& tensor) {
   return *static_cast<const std::shared_ptr<DeviceRoom>*>(data.get_context());
 }
 
-bool DeviceRoom::has(const void* address) const {
-  const std::lock_guard lock(mutex_);
-  const auto* place = static_cast<const char*>(address);
-  return place >= address_ && place < address_ + bytes_;
-}
-
 const char* DeviceRoom::address() const {
   const std::lock_guard lock(mutex_);
   return address_;
 }
 
 at::Tensor DeviceRoom::lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
-  auto kept = std::make_shared<std::pair<std::shared_ptr<DeviceRoom>, std::shared_ptr<Lease>>>(shared_from_this(), share());
+  auto kept = std::make_shared<std::pair<std::shared_ptr<DeviceRoom>, std::shared_ptr<Lease>>>(shared_from_this(),
+                                                                                               leases().share());
   const std::shared_ptr<DeviceRoom> let(kept, kept->first.get());
   at::Tensor made = at::for_blob(address, sizes)
                         .strides(strides)
@@ -235,6 +230,16 @@ void DeviceRoom::await_pulls() {
   last->synchronize();
   const std::lock_guard lock(mutex_);
   streams_.note_pulled(last);
+}
+
+void DeviceRoom::await_arrival() {
+  std::shared_ptr<c10::Event> last;
+  {
+    const std::lock_guard lock(mutex_);
+    last = streams_.arrival();
+  }
+  check_may_wait("a device");
+  last->synchronize();
 }
 
 void DeviceRoom::spoil(const std::vector<BytePiece>& own) {

@@ -49,7 +49,6 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   c10::Stream fetches() const { return streams_.fetches(); }
 
   size_t bytes() const override { return bytes_; }
-  bool has(const void* address) const override;
   const char* address() const override;
   at::Tensor tensor(at::ScalarType dtype) override;
   at::Tensor with_own_storage(const at::Tensor& view) override;
@@ -65,6 +64,7 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   void take_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
   void pull_rows(const at::Tensor& mapped, const RowMoves& moves, size_t row_bytes);
   void await_pulls() override;
+  void await_arrival() override;
   void spoil(const std::vector<BytePiece>& own) override;
   void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;

@@ -4,6 +4,19 @@
 
 namespace zx {
 
+bool Handover::is_free(int64_t bucket) {
+  turns_.await_ahead(bucket);
+  const BucketCopies::Lock lock(copies_.mutex);
+  const Copy& copy = copies_.cache(lock)[bucket];
+  return copy.may_go && !copy.is_table && !copies_.uses(lock).is_pinned(bucket) &&
+         copies_.report(lock).failure().empty();
+}
+
+int64_t Handover::version() {
+  const BucketCopies::Lock lock(copies_.mutex);
+  return publisher_.version(lock);
+}
+
 bool Handover::begin(const std::vector<int64_t>& buckets) {
   turns_.begin_update();
   publisher_.await_pulls();
@@ -11,8 +24,8 @@ bool Handover::begin(const std::vector<int64_t>& buckets) {
   bool are_free = true;
   for (const int64_t bucket : buckets) {
     copies_.release_if_free(bucket, lock);
-    are_free = are_free && copies_.cache(lock)[bucket].state == Copy::State::released &&
-               !copies_.uses(lock).is_pinned(bucket);
+    are_free =
+        are_free && copies_.cache(lock)[bucket].state == Copy::State::released && !copies_.uses(lock).is_pinned(bucket);
   }
   return are_free;
 }

@@ -32,6 +32,15 @@ class Handover {
   Handover(const Handover&) = delete;
   Handover& operator=(const Handover&) = delete;
 
+  // The bucket that a tensor lies in, or -1; its memory, which must not have been given away, and this rank's shard.
+  int64_t bucket_of(const at::Tensor& tensor) const { return readers_.bucket_of(tensor); }
+  std::shared_ptr<Room> room(int64_t bucket) const { return copies_[bucket].room; }
+  at::Tensor shard(int64_t bucket) const { return copies_[bucket].shard; }
+  // Whether it could be given away now, if nobody begins to use it.
+  bool is_free(int64_t bucket);
+  // Of the step whose values the shards have.
+  int64_t version();
+
   // False if something of them is in use.
   bool begin(const std::vector<int64_t>& buckets);
   // The bucket's memory, whose addresses are nobody's now.

@@ -39,4 +39,27 @@ class Lease {
   std::shared_ptr<const void> kept_;
 };
 
+// Of one room, whose tensors are made one at a time.
+class Leases {
+ public:
+  // To be called before there is a tensor: what all of them are to keep.
+  void let_to(std::weak_ptr<const void> owner) { owner_ = std::move(owner); }
+  // Those that there are keep another one from now on. Returns what they kept.
+  std::shared_ptr<const void> pass_to(const std::shared_ptr<const void>& owner) {
+    owner_ = owner;
+    const std::shared_ptr<Lease> lease = lease_.lock();
+    return lease == nullptr ? nullptr : lease->keep(owner);
+  }
+  // A share for one more tensor.
+  std::shared_ptr<Lease> share() {
+    std::shared_ptr<Lease> lease = lease_.lock();
+    if (lease == nullptr) lease_ = lease = std::make_shared<Lease>(owner_.lock());
+    return lease;
+  }
+
+ private:
+  std::weak_ptr<const void> owner_;
+  std::weak_ptr<Lease> lease_;  // null while there is no tensor
+};
+
 }  // namespace zx

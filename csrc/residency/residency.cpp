@@ -56,7 +56,7 @@ Residents* Residency::operator->() const {
 }
 
 std::shared_ptr<Room> Residency::let(std::shared_ptr<Room> room) {
-  room->let_to(weak_from_this());
+  room->leases().let_to(weak_from_this());
   return room;
 }
 
@@ -76,15 +76,15 @@ std::shared_ptr<Residency> Residency::left_with(const at::Tensor& tensor) {
   }
   for (auto& each : living) {
     const bool is_here = each != nullptr && each->is_left_ && each->residents_ != nullptr;
-    if (is_here && each->residents_->bucket_of(tensor) >= 0) return each;
+    if (is_here && each->residents_->handover().bucket_of(tensor) >= 0) return each;
   }
   return nullptr;
 }
 
 int64_t Residency::take(Residency& from, int64_t bucket, std::string name, bool is_served) {
-  at::Tensor shard = from->shard(bucket);
+  at::Tensor shard = from->handover().shard(bucket);
   std::shared_ptr<Room> room = from->handover().give(bucket);
-  const auto before = room->pass_to(shared_from_this());  // destroyed at the end
+  const auto before = room->leases().pass_to(shared_from_this());  // destroyed at the end
   return residents_->take(std::move(name), std::move(room), std::move(shard), is_served);
 }
 

@@ -45,6 +45,7 @@ class Residency : public std::enable_shared_from_this<Residency> {
 
   // All is whole, on all ranks, and stays so without this object.
   void let_shards_go();
+  bool has_shards() const { return residents_ != nullptr; }
 
  private:
   std::shared_ptr<Room> let(std::shared_ptr<Room> room);

@@ -84,17 +84,6 @@ void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
   if (is_whole) publisher_.note_digest(bucket);
 }
 
-bool Residents::is_free(int64_t bucket) {
-  const BucketCopies::Lock lock(copies_.mutex);
-  const Copy& copy = copies_.cache(lock)[bucket];
-  return copy.may_go && !copy.is_table && !copies_.uses(lock).is_pinned(bucket) && copies_.report(lock).failure().empty();
-}
-
-int64_t Residents::version() {
-  const BucketCopies::Lock lock(copies_.mutex);
-  return publisher_.version(lock);
-}
-
 void Residents::set_limit(size_t bytes) {
   const BucketCopies::Lock lock(copies_.mutex);
   copies_.cache(lock).set_limit(bytes);
@@ -238,7 +227,14 @@ std::vector<bool> Residents::resident() {
 void Residents::stop_reading() {
   if (copies_.is_in_child()) return;
   turns_.end();
-  publisher_.await_pulls();
+  std::vector<std::shared_ptr<Room>> rooms;
+  {
+    const BucketCopies::Lock lock(copies_.mutex);
+    for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) rooms.push_back(copies_[bucket].room);
+  }
+  for (const auto& room : rooms) {
+    if (room != nullptr) room->await_arrival();  // shards are about to be freed, others' too
+  }
   {
     std::vector<at::Tensor> mapped;  // destroyed without the lock: tensors that Python knows need the GIL for it
     const BucketCopies::Lock lock(copies_.mutex);

@@ -96,17 +96,8 @@ class Residents {
   Handover& handover() { return handover_; }
   // What must be the same there: how many ranks hold shards, which of them this one is, and whether hidden reads fault.
   std::tuple<int, int, bool> kind() const {
-    return {peers_->num_holders(), peers_->rank(), copies_.hidden_reads_fault()};
+    return {peers_->num_holders(), peers_->rank(), copies_.hidden_reads() == HiddenReads::fault};
   }
-  // Of the step whose values the shards have.
-  int64_t version();
-  // The bucket that a tensor lies in, or -1; and of a bucket its memory, which must not have been given away, and this
-  // rank's shard.
-  int64_t bucket_of(const at::Tensor& tensor) const { return readers_.bucket_of(tensor); }
-  std::shared_ptr<Room> room(int64_t bucket) const { return copies_[bucket].room; }
-  at::Tensor shard(int64_t bucket) const { return copies_[bucket].shard; }
-  // Whether it could be given away now, if nobody begins to use it.
-  bool is_free(int64_t bucket);
 
   // What could not be fetched, or was written and is lost, since the last take; empty if nothing.
   std::string failure();

@@ -32,17 +32,14 @@ class Room {
   virtual ~Room() = default;
 
   virtual size_t bytes() const = 0;
-  virtual bool has(const void* address) const = 0;
-  // Where its tensors lie now.
+  // Where its tensors lie now, and whether this is among it.
   virtual const char* address() const = 0;
-  // What its tensors keep alive: see Note [A model outlives its optimizer]. To be called before there are any.
-  void let_to(std::weak_ptr<const void> owner) { owner_ = std::move(owner); }
-  // The tensors that there are keep another one from now on. Returns what they kept.
-  std::shared_ptr<const void> pass_to(const std::shared_ptr<const void>& owner) {
-    owner_ = owner;
-    const std::shared_ptr<Lease> lease = lease_.lock();
-    return lease == nullptr ? nullptr : lease->keep(owner);
+  bool has(const void* place) const {
+    const char* const start = address();
+    return place >= start && place < start + bytes();
   }
+  // What its tensors keep alive: see Note [A model outlives its optimizer].
+  Leases& leases() { return leases_; }
   // [bytes / element] of it; keeps it alive. To be called once.
   virtual at::Tensor tensor(at::ScalarType dtype) = 0;
   // The elements of a view of that tensor, in a storage of their own that keeps the room alive: see
@@ -81,6 +78,8 @@ class Room {
   // others is read any more. See Note [Shards in a device's memory].
   virtual void pull(const at::Tensor& mapped, size_t start) = 0;
   virtual void await_pulls() = 0;
+  // The host waits until its device has done all that fetches have asked of it, this rank's shard read too.
+  virtual void await_arrival() {}
 
   // NaN in every dtype, in all but this rank's own shard: `own`, in ascending order. Nothing if it has no memory.
   virtual void spoil(const std::vector<BytePiece>& own) = 0;
@@ -106,13 +105,6 @@ class Room {
   void set_index(int64_t index) { index_ = index; }
 
  protected:
-  // A share for one more tensor. Tensors are made one at a time.
-  std::shared_ptr<Lease> share() {
-    std::shared_ptr<Lease> lease = lease_.lock();
-    if (lease == nullptr) lease_ = lease = std::make_shared<Lease>(owner_.lock());
-    return lease;
-  }
-
   // What lies between these pieces, and around them.
   std::vector<ByteSpan> all_but(const std::vector<BytePiece>& own) const {
     std::vector<ByteSpan> found;
@@ -127,8 +119,7 @@ class Room {
 
  private:
   int64_t index_ = -1;
-  std::weak_ptr<const void> owner_;
-  std::weak_ptr<Lease> lease_;  // null while there is no tensor
+  Leases leases_;
 };
 
 }  // namespace zx

@@ -28,6 +28,7 @@ class RoomStreams {
   void forget_readers() { readers_.clear(); }
   // What the fetch stream has done is in the room, for reads to come.
   void note_arrival();
+  std::shared_ptr<c10::Event> arrival() const { return arrival_; }
 
   // Other ranks' memory is copied from, until the last arrival after it is over: an event of its own, which the host
   // may wait for while others go on; null if it knows that it is over.

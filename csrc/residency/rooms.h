@@ -27,6 +27,7 @@ class Rooms {
   // Of the host, for rooms to come.
   SparePages& spare() { return *spare_; }
   const SparePages& spare() const { return *spare_; }
+  HiddenReads hidden_reads() const { return hidden_; }
   bool on_accelerator() const { return fetches_.has_value(); }
   bool hidden_reads_fault() const { return !on_accelerator() && hidden_ == HiddenReads::fault; }
 

@@ -23,8 +23,8 @@ from tests.accelerator.sharded import (
     assert_as_in_stage_2,
     ranks_of_threads,
 )
-from zerox import FusedShardedAdam
 from zerox import _C as C
+from zerox import FusedShardedAdam
 from zerox.grads.placeholder import ShardedGrad
 from zerox.ranks.group import Ranks
 
@@ -189,7 +189,7 @@ def taken_over(ranks: Ranks, stage: int) -> list[Tensor]:
     if stage == 3:
         residents = training.optimizer.inside.gather.residents
         assert [each.buffer.own.data_ptr() for each in training.optimizer.inside.gather.all] == shards
-        assert residents.counts.fetches == 0 and fetches > 0
+        assert (residents.counts.fetches, fetches > 0) == (0, True)
     read = [y.detach().cpu(), *training.values()]
     training.step(2)
     training.step(3)

@@ -17,6 +17,7 @@ from zerox._C.residency import ResidencyEvent as ResidencyEvent
 from zerox._C.residency import ResidentCounts as ResidentCounts
 from zerox._C.residency import Room as Room
 from zerox._C.residency import ShardPlace as ShardPlace
+from zerox._C.residency import view_unseen as view_unseen
 from zerox._C.rows import ReducedRows as ReducedRows
 from zerox._C.rows import RowChange as RowChange
 from zerox._C.rows import RowFlow as RowFlow

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 
 from zerox._C import FailureDetector
 
+def view_unseen(flat: Tensor, sizes: Sequence[int], strides: Sequence[int], start: int) -> Tensor: ...
+
 class Room:
     nbytes: int
     address: int
@@ -55,6 +57,7 @@ class Residency:
     version: int
     kind: tuple[int, int, bool]  # ranks that hold shards, which of them this one is, whether hidden reads fault
     identity: str
+    has_shards: bool
     def __init__(
         self,
         *,

@@ -123,11 +123,8 @@ class ShardedBuffer(FlatBuffer):
         self.homes: list[Tensor] = []
         self.own = left.shard if left else zeros(own_shards.numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, room.tensor(params[0].dtype))
-        # Made once, of the storage: an operator on the buffer would fetch the bucket.
-        storage = self.flat.untyped_storage()
-        none = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        places = zip(layout.offsets, self.shapes, self.strides, strict=True)
-        self.homes = [none.detach().set_(storage, *place) for place in places]
+        places = zip(self.shapes, self.strides, layout.offsets, strict=True)
+        self.homes = [C.view_unseen(self.flat, *place) for place in places]
 
     def home(self, slot: int) -> Tensor:
         return self.homes[slot] if self.homes else super().home(slot)

@@ -59,6 +59,12 @@ class Resident(NamedTuple):
     def nbytes(self) -> int:
         return self.buffer.flat.nbytes
 
+    def values_told(self) -> Iterator[str]:
+        """Each parameter, with a digest of its values."""
+        for slot, member in enumerate(self.members):
+            digest = C.digest(self.buffer.values(slot))
+            yield f"parameter '{member.name}' with values of digest {digest:016x} at the end of whole()"
+
 
 @dataclass
 class ShardWrite:
@@ -102,7 +108,6 @@ class Residency:
         weakref.finalize(self, self.residents.leave_to_params).atexit = False
         self.all: list[Resident] = []  # in the residents' order
         self.left: dict[int, LeftBucket] = {}  # to be taken over, by id of their first parameters
-        self.is_unsharded = False
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.tables: dict[int, int] = {}  # in it, by number of a table
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
@@ -260,7 +265,7 @@ class Residency:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are whole and in place. Collective at its end, if some were written on any rank."""
-        if self.is_unsharded:
+        if not self.residents.has_shards:
             yield
             return
         self.residents.enter_whole()
@@ -289,7 +294,7 @@ class Residency:
 
     def unshard(self) -> None:
         """Makes all whole for good, and lets the shards go. Collective."""
-        if self.is_unsharded:
+        if not self.residents.has_shards:
             return
         if self.depth:
             raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
@@ -304,7 +309,6 @@ class Residency:
         for each in self.all:
             each.buffer.let_shard_go()
         self.residents.let_shards_go()
-        self.is_unsharded = True
 
     def prepare_checkpoint(self) -> None:
         self._keep_written_so_far()
@@ -341,7 +345,7 @@ class Residency:
             return
         try:
             known = [(member.name, member.param) for each in self.all for member in each.members]
-            lines = [line for index in written for line in self._describe(index)]
+            lines = [line for index in written for line in self.all[index].values_told()]
             self.ranks.check_same(lines, in_words=lambda line: in_text(line, known))
         except BaseException:
             self.residents.drop_written(written)
@@ -358,13 +362,6 @@ class Residency:
             with suppress(RuntimeError, ValueError):  # this rank raises its own, first error
                 self.ranks.check_same([], f"{summary_of(error)} inside optimizer.whole()")
 
-    def _describe(self, index: int) -> Iterator[str]:
-        """Each parameter of a bucket, with a digest of its values."""
-        _, members, buffer = self.all[index]
-        for slot, member in enumerate(members):
-            digest = C.digest(buffer.values(slot))
-            yield f"parameter '{member.name}' with values of digest {digest:016x} at the end of whole()"
-
     def find_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """In step() only: until then others read the shards. And before ranks synchronize: one's values may lie in
         another's home, of which another rank then writes its shard."""
@@ -375,7 +372,7 @@ class Residency:
             take_in(slots, values)
 
     def failure(self, forget: bool = True) -> str:
-        if self.is_unsharded:
+        if not self.residents.has_shards:
             return ""
         return self.residents.take_failure() if forget else self.residents.failure
 
