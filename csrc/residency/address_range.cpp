@@ -145,11 +145,17 @@ void AddressRange::release() {
 }
 
 void AddressRange::restore() {
-  has_memory_ = is_apart_ = true;
   keep_fault_handler();
+  if (spare_ == nullptr && !asked_.reads_fault()) {  // rows of it may be looked up meanwhile, and can't fault
+    has_memory_ = true;
+    allow(PROT_READ | PROT_WRITE);
+    count_more(reserved_bytes_ - counted_);
+    return;
+  }
   size_t done = 0;
   while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->give(apart_.data() + done)) done += kChunk;
   protect(apart_.data(), reserved_bytes_, PROT_READ | PROT_WRITE);
+  has_memory_ = is_apart_ = true;
   if (spare_ == nullptr) {  // parts of it may have memory
     allow(PROT_NONE);
     drop(data(), reserved_bytes_);

@@ -28,6 +28,7 @@ namespace zx {
 //
 // A released range can be neither read nor written: a read that nothing announces never finds another bucket's values.
 // Nor does it find a part of its own: memory is filled at other addresses, and pages move to theirs when all is there.
+// (A copy that is out of date is filled in its place, and so are the rows of a table that a lookup names.)
 
 // Chunks of memory that no range uses. Any thread may call any of these.
 class SparePages {

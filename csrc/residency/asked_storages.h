@@ -23,6 +23,7 @@ class AskedStorages {
 
   // A tensor lies there.
   void add(const at::Tensor& made);
+  bool reads_fault() const { return hidden_ == HiddenReads::fault; }
   // Whether all may be asked.
   void let_ask(bool may);
 

@@ -45,7 +45,7 @@ size_t BucketCopies::room_bytes() {
   return cache_.resident_bytes() + rooms_.spare().bytes();
 }
 
-// A bucket without a room: optimizer.unshard() was called.
+// A bucket may have no room any more: see ShardedBucket.
 void BucketCopies::begin_use(int64_t bucket) {
   if (!on_accelerator()) return;
   const Lock lock(mutex);
@@ -77,19 +77,20 @@ void BucketCopies::release_if_free(int64_t bucket, Locked lock) {
 }
 
 void BucketCopies::forbid_writes(int64_t bucket, Locked /*lock*/) {
-  if (!uses_.may_be_written(bucket)) buckets_[bucket]->room->let_write(false);
+  if (buckets_[bucket]->room != nullptr && !uses_.may_be_written(bucket)) buckets_[bucket]->room->let_write(false);
 }
 
 void BucketCopies::end(Locked lock) {
   is_over_ = true;
   for (int64_t bucket = 0; bucket < size(lock); ++bucket) cache_[bucket].may_go = false;
-  rooms_.spare().trim(0);
+  drop_spare(lock);
 }
 
 // An operator can't be stopped.
 void BucketCopies::restore_in_child(int64_t bucket) {
   ShardedBucket& sharded = *buckets_[bucket];
   Copy& copy = cache_[bucket];
+  if (sharded.room == nullptr) return;
   if (copy.is_up_to_date()) {
     sharded.room->let_write(true);  // the child's own copy
     return;

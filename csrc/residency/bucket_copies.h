@@ -53,6 +53,8 @@ class BucketCopies {
   // Nothing is released any more: all is whole, or nobody reads it.
   void end(Locked lock);
   bool is_over(Locked /*lock*/) const { return is_over_; }
+  // Frees what no bucket uses.
+  void drop_spare(Locked /*lock*/) { rooms_.spare().trim(0); }
 
   void note(ResidencyEvent::Kind kind, int64_t bucket, Locked /*lock*/) {
     report_.log().note(kind, bucket, cache_.resident_bytes());

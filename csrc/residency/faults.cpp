@@ -222,7 +222,7 @@ void add_fault_reader(FaultReader* reader) {
   const std::lock_guard lock(fault_mutex());
   if (place_of(reader) == nullptr) {
     Place* const free = place_of(nullptr);
-    TORCH_CHECK(free != nullptr, "zerox: ", kMostReaders, " optimizers with sharded parameters are alive: delete some");
+    TORCH_CHECK(free != nullptr, "zerox: ", kMostReaders, " models with sharded parameters are alive: delete some");
     free->reader = reader;
     num_places = std::max<int>(num_places, static_cast<int>(free - places) + 1);
     ++num_readers;

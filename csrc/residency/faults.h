@@ -11,8 +11,7 @@ namespace zx {
 //
 // The handler does what handlers must not do: it takes locks, allocates, and waits for other ranks. It may, since a
 // read of a parameter is no place where a thread holds any of ours or the allocator's locks. But it may hold the GIL.
-// It keeps it, since code that reads memory does not expect to lose it, unless it has to wait for another thread. While
-// a bucket is being filled, readers on other threads that nothing announces find it half full.
+// It keeps it, since code that reads memory does not expect to lose it, unless it has to wait for another thread.
 //
 // A write that nothing announces would be lost when the bucket is released. Resident buckets may be read only, but for
 // operators that say that they write, and inside whole(): so such a write faults too. It is let through, and raises.

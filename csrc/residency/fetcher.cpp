@@ -48,7 +48,11 @@ std::string Fetcher::fetch(const ShardedBucket& sharded, const Wanted& wanted) c
     sharded.room->spoil(own_shard(sharded));
     failure = "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
   }
-  sharded.room->end_fetch();
+  try {
+    sharded.room->end_fetch();
+  } catch (const std::exception& error) {
+    if (failure.empty()) failure = "zerox: the parameters of " + sharded.name + " can't be read: " + reason_of(error);
+  }
   return failure;
 }
 

@@ -8,8 +8,7 @@ bool Handover::is_free(int64_t bucket) {
   turns_.await_ahead(bucket);
   const BucketCopies::Lock lock(copies_.mutex);
   const Copy& copy = copies_.cache(lock)[bucket];
-  return copy.may_go && !copy.is_table && !copies_.uses(lock).is_pinned(bucket) &&
-         copies_.report(lock).failure().empty();
+  return copy.may_go && !copy.is_table && !copies_.uses(lock).is_pinned(bucket);
 }
 
 int64_t Handover::version() {
@@ -19,6 +18,7 @@ int64_t Handover::version() {
 
 bool Handover::begin(const std::vector<int64_t>& buckets) {
   turns_.begin_update();
+  for (const int64_t bucket : buckets) turns_.await_ahead(bucket);
   publisher_.await_pulls();
   const BucketCopies::Lock lock(copies_.mutex);
   bool are_free = true;
@@ -41,6 +41,12 @@ std::shared_ptr<Room> Handover::give(int64_t bucket) {
   return room;
 }
 
-void Handover::end() { turns_.end_update(); }
+void Handover::end() {
+  {
+    const BucketCopies::Lock lock(copies_.mutex);
+    copies_.drop_spare(lock);  // the new optimizer has a limit of its own
+  }
+  turns_.end_update();
+}
 
 }  // namespace zx

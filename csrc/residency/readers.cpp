@@ -1,5 +1,7 @@
 #include "residency/readers.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -137,7 +139,8 @@ void Readers::let_write(int64_t bucket) {
   if (copies_.is_in_child()) return;
   const BucketCopies::Lock lock(copies_.mutex);
   Uses& uses = copies_.uses(lock);
-  if (uses.begin_write(bucket) && !uses.is_whole()) copies_[bucket].room->let_write(true);
+  const auto& room = copies_[bucket].room;
+  if (uses.begin_write(bucket) && !uses.is_whole() && room != nullptr) room->let_write(true);
 }
 
 // Its messages go on when the operator is over: if memory went away under them, gloo would end the process. So the
@@ -213,7 +216,8 @@ bool Readers::access_at(const void* address, bool is_write) {
     if (failure.empty()) failure = lost;
   }
   if (failure.empty() || ReadGuard::raise_soon(failure)) return true;
-  const BucketCopies::Lock lock(copies_.mutex);  // no thread of Python's: step() raises
+  TORCH_WARN(failure);  // no thread of Python's: step() raises, if there is an optimizer
+  const BucketCopies::Lock lock(copies_.mutex);
   copies_.report(lock).fail(failure);
   return true;
 }
@@ -241,8 +245,8 @@ std::string Readers::bring_at_fault(int64_t bucket) {
 // Returns what is to be raised.
 std::string Readers::let_write_be_lost(int64_t bucket, BucketCopies::Locked lock) {
   const ShardedBucket& sharded = copies_[bucket];
-  sharded.room->let_write(true);
-  if (sharded.places.empty() || copies_.is_over(lock)) return "";
+  if (sharded.room != nullptr) sharded.room->let_write(true);
+  if (sharded.room == nullptr || sharded.places.empty() || copies_.is_over(lock)) return "";
   return "zerox: parameters of " + sharded.name +
          " were written without an operator (through numpy, or from a file), and such a write is lost when they "
          "are released: write inside optimizer.whole()";

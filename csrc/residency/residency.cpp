@@ -40,11 +40,12 @@ void Residency::list(const std::shared_ptr<Residency>& made) {
 Residency::~Residency() {
   if (residents_ == nullptr) return;
   const Unseen unseen;
+  auto* const kept = new std::shared_ptr(residents_);
   try {
     let_shards_go();
+    delete kept;
   } catch (const std::exception& error) {
     TORCH_WARN("zerox: what was kept of sharded parameters is not freed: ", reason_of(error));
-    new std::shared_ptr(residents_);
   }
 }
 

@@ -40,7 +40,7 @@ class Room {
   }
   // What its tensors keep alive: see Note [A model outlives its optimizer].
   Leases& leases() { return leases_; }
-  // [bytes / element] of it; keeps it alive. To be called once.
+  // [bytes / element] of it; keeps it alive.
   virtual at::Tensor tensor(at::ScalarType dtype) = 0;
   // The elements of a view of that tensor, in a storage of their own that keeps the room alive: see
   // Note [Every parameter has a storage of its own].

@@ -17,7 +17,9 @@ std::shared_ptr<Room> Rooms::make_for_table(size_t bytes, c10::Device device) {
 
 void Rooms::take(Room& room) {
   if (auto* const range = dynamic_cast<AddressRange*>(&room)) range->move_to(spare_);
-  if (auto* const on_device = dynamic_cast<DeviceRoom*>(&room)) fetches_ = on_device->fetches();
+  if (auto* const on_device = dynamic_cast<DeviceRoom*>(&room); on_device != nullptr && !fetches_) {
+    fetches_ = on_device->fetches();
+  }
 }
 
 }  // namespace zx

@@ -19,7 +19,7 @@ namespace zx {
 struct ShardedBucket {
   int64_t index = 0;
   std::string name;
-  std::shared_ptr<Room> room;  // null when all is over
+  std::shared_ptr<Room> room;  // null when it was given away, or all is over
   at::Tensor shard;
   std::unique_ptr<TableRows> rows{};         // null if it is a bucket, and no table
   const void* address = nullptr;             // of the shard, as others know it

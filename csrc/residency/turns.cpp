@@ -37,6 +37,7 @@ Turns::Turn Turns::begin(int64_t bucket, const char* reader, BucketCopies::Locke
   Cache& cache = copies_.cache(lock);
   Copy& copy = cache[bucket];
   const bool has_memory = copy.state == Copy::State::resident;
+  if (copies_.is_over(lock)) return {};  // nobody reads it whom it has to be brought for
   if (copy.is_up_to_date() || (has_memory && copies_.uses(lock).is_read_by_another(bucket))) return {};
   const bool has_own = has_memory && !copy.is_old;
   const ShardedBucket& sharded = copies_[bucket];
@@ -125,7 +126,7 @@ std::string Turns::bring_rows(int64_t bucket, const at::Tensor& indices, const c
     copies_.changed.wait(lock, [&] { return has_come_for_rows(bucket, lock); });
     copies_.uses(lock).end_wait(bucket);
     const Copy& copy = copies_.cache(lock)[bucket];
-    if (copy.is_up_to_date()) return "";
+    if (copy.is_up_to_date() || copies_.is_over(lock)) return "";
     is_read_whole = copy.state == Copy::State::resident && copies_.uses(lock).is_used_by_another(bucket);
     if (!is_read_whole) {
       if (copy.state == Copy::State::resident) copies_.release(bucket, lock);  // an old copy
@@ -176,6 +177,11 @@ void Turns::look_ahead(BucketCopies::Locked lock) {
   worker_.post([this] { fetch_ahead(); });
 }
 
+void Turns::end_looking(BucketCopies::Locked /*lock*/) {
+  is_looking_ahead_ = false;
+  copies_.changed.notify_all();
+}
+
 std::optional<Turns::Ahead> Turns::begin_ahead() {
   const BucketCopies::Lock lock(copies_.mutex);
   Uses& uses = copies_.uses(lock);
@@ -183,7 +189,7 @@ std::optional<Turns::Ahead> Turns::begin_ahead() {
   const bool is_well = copies_.report(lock).failure().empty();
   const int64_t next = is_time && is_well ? copies_.cache(lock).next_to_fetch_ahead() : -1;
   if (next < 0) {
-    is_looking_ahead_ = false;
+    end_looking(lock);
     return std::nullopt;
   }
   const Range range("fetch_wait", next);
@@ -203,7 +209,7 @@ void Turns::fetch_ahead() {
     if (!copies_.uses(lock).is_pinned(next->bucket)) copies_[next->bucket].room->let_ask(false);
     copies_.changed.notify_all();
     if (arrived) continue;
-    is_looking_ahead_ = false;
+    end_looking(lock);
     return;
   }
 }
@@ -230,7 +236,7 @@ void Turns::await_ahead(int64_t bucket) {
 void Turns::end() {
   BucketCopies::Lock lock(copies_.mutex);
   copies_.end(lock);
-  copies_.changed.wait(lock, [this] { return num_fetching_ == 0; });
+  copies_.changed.wait(lock, [this] { return num_fetching_ == 0 && !is_looking_ahead_; });
 }
 
 void Turns::end_update() {

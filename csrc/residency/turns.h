@@ -76,6 +76,7 @@ class Turns {
   Turn begin_fetch(int64_t bucket, BucketCopies::Locked lock);
   void end_fetch(int64_t bucket, const std::string& failure, BucketCopies::Locked lock);
   std::optional<Ahead> begin_ahead();
+  void end_looking(BucketCopies::Locked lock);
   void fetch_ahead();
 
   BucketCopies& copies_;  // of which the lock guards all below

@@ -164,16 +164,22 @@ class Core:
     @property
     def waited_ns(self) -> int:
         """How long threads of this rank have waited for ranks to exchange gradients and parameters, so far."""
-        fetched = self.gather.residents.counts.waited_ns if isinstance(self.gather, Residency) else 0
+        residents = self._residents()
+        fetched = 0 if residents is None else residents.counts.waited_ns
         return fetched + sum(
             part.waited_ns for part in (self.manager.synchronizer, self.manager.flights, self.manager.params)
         )
 
     def take_most_resident_bytes(self) -> int:
         """The most bytes of parameters that were whole here at a time since the last call."""
-        if isinstance(self.gather, Residency):
-            return self.gather.residents.take_most_bytes()
+        if (residents := self._residents()) is not None:
+            return residents.take_most_bytes()
         return sum(bucket.buffer.flat.nbytes for bucket in self.buckets) + sum(m.param.nbytes for m in self.frozen)
+
+    def _residents(self) -> C.Residency | None:
+        """None if parameters are whole."""
+        is_sharded = isinstance(self.gather, Residency) and self.gather.residents.has_shards
+        return self.gather.residents if is_sharded else None  # type: ignore[union-attr]
 
 
 class Face(TorchOptimizer):

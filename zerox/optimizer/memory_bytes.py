@@ -73,8 +73,11 @@ def measure(core: Core) -> MemoryBytes:
 
 def _parameters(core: Core, moved: list[Member]) -> int:
     if isinstance(core.gather, Residency):
-        shards = [each.buffer.own for each in core.gather.all]
-        return _bytes_of([*shards, *(m.local for m in moved)]) + core.gather.residents.room_bytes
+        residents, all_kept = core.gather.residents, [each.buffer.own for each in core.gather.all]
+        if not residents.has_shards:
+            all_kept += [each.buffer.flat for each in core.gather.all]
+        rooms = residents.room_bytes if residents.has_shards else 0
+        return _bytes_of([*all_kept, *(m.local for m in moved)]) + rooms
     alone = [*(m.local for m in core.frozen + moved), *(table.param for table in core.tables)]
     return _bytes_of([*(bucket.buffer.flat for bucket in core.buckets), *alone])
 

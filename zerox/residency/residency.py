@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -111,7 +112,7 @@ class Residency:
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.tables: dict[int, int] = {}  # in it, by number of a table
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
-        self.depth = 0  # how many whole() are open
+        self.depth = 0.0  # how many whole() are open; without end after stay_whole()
         self.under_way: ShardWrite | None = None
 
     @property
@@ -183,16 +184,18 @@ class Residency:
         readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
         mapped = map_shards(self.ranks, readable, [each.buffer.own for each in made])
         with handing_over(self.ranks, self.left.values()):
-            for each, of_others in zip(made, mapped, strict=True):
-                each.buffer.add_to(self.residents, each.name, is_served=len(of_others) < len(self.members) - 1)
+            try:
+                for each, of_others in zip(made, mapped, strict=True):
+                    each.buffer.add_to(self.residents, each.name, is_served=len(of_others) < len(self.members) - 1)
+            finally:
+                self.residents.watch_added()  # a read of what was taken over fails from here on, and then fetches
         self.left = {}
         self.all += made
         places = [self.residents.place(index) for index in range(first, len(self.all))]
         text = " ".join([secrets.token_hex(8), *(f"{place.shard} {place.stamps}" for place in places)])
         told = [each.split() for each in self.ranks.all_gather_text(text)]
-        self.residents.identity = self.residents.identity or " ".join(told[rank][0] for rank in self.in_order)
+        self.residents.identity = self.residents.identity or " ".join(each[0] for each in told)
         everyone = [[int(number) for number in each[1:]] for each in told]
-        self.residents.watch_added()
         self.residents.set_limit(self.check_room([]))
         for count, of_others in enumerate(mapped):
             by_rank = [
@@ -286,8 +289,10 @@ class Residency:
 
     def stay_whole(self) -> None:
         """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
+        if not self.residents.has_shards:
+            return
         self.residents.enter_whole()
-        self.depth += 1
+        self.depth = inf
         if failure := self.failure():
             raise RuntimeError(failure)
         self.ranks.barrier("all have whole parameters, and may go")
@@ -296,13 +301,15 @@ class Residency:
         """Makes all whole for good, and lets the shards go. Collective."""
         if not self.residents.has_shards:
             return
-        if self.depth:
-            raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
-        self.residents.enter_whole()
+        with self.ranks.refusals_told():
+            if 0 < self.depth < inf:
+                raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
+            self.residents.enter_whole()
         try:
-            if failure := self.failure():
-                raise RuntimeError(failure)
-            self.ranks.barrier("all have whole parameters, and let their shards go")
+            with self.ranks.refusals_told():
+                if failure := self.failure():
+                    raise RuntimeError(failure)
+            self.ranks.check_same([])
         except BaseException:
             self.residents.leave_whole()
             raise
