@@ -204,11 +204,11 @@ def scaled(rank: int, world_size: int, stage: int, bad: int | None) -> tuple[lis
 
 @pytest.mark.parametrize("bad", [None, 1])
 def test_torchs_scaler_and_clip_do_as_on_whole_gradients(bad: int | None) -> None:
-    """An inf on one rank: all skip."""
+    """An inf on one rank: all skip. Where a gradient is about eps, its last bit moves the update by some 1e-7."""
     expected, *_ = run_ranks(scaled, 2, 1, bad)
     for stage in (2, 3):
         for found in run_ranks(scaled, 2, stage, bad):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def asked_alone(rank: int, world_size: int) -> str:
