@@ -229,7 +229,7 @@ std::shared_ptr<AddressRange> AddressRange::make(size_t bytes, std::shared_ptr<S
 
 at::Tensor AddressRange::tensor(at::ScalarType dtype) {
   const auto numel = static_cast<int64_t>(bytes_ / c10::elementSize(dtype));
-  auto* kept = new std::pair(shared_from_this(), leases().share());
+  auto* kept = new std::shared_ptr(leases().let(shared_from_this()));
   return at::from_blob(data(), {numel}, [kept](void* /*data*/) { delete kept; }, at::TensorOptions().dtype(dtype));
 }
 

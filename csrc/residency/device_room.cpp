@@ -136,12 +136,9 @@ const char* DeviceRoom::address() const {
 }
 
 at::Tensor DeviceRoom::lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
-  auto kept = std::make_shared<std::pair<std::shared_ptr<DeviceRoom>, std::shared_ptr<Lease>>>(shared_from_this(),
-                                                                                               leases().share());
-  const std::shared_ptr<DeviceRoom> let(kept, kept->first.get());
   at::Tensor made = at::for_blob(address, sizes)
                         .strides(strides)
-                        .context(new std::shared_ptr<DeviceRoom>(let), &leave)
+                        .context(new std::shared_ptr(leases().let(shared_from_this())), &leave)
                         .target_device(streams_.device())
                         .options(at::TensorOptions(streams_.device()).dtype(dtype))
                         .make_tensor();

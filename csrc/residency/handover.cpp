@@ -31,13 +31,10 @@ bool Handover::begin(const std::vector<int64_t>& buckets) {
 }
 
 std::shared_ptr<Room> Handover::give(int64_t bucket) {
-  std::shared_ptr<Room> room;
-  {
-    const BucketCopies::Lock lock(copies_.mutex);
-    room = std::exchange(copies_[bucket].room, {});
-    copies_.cache(lock).give_away(bucket);
-  }
-  readers_.watch_added();
+  const BucketCopies::Lock lock(copies_.mutex);
+  std::shared_ptr<Room> room = std::exchange(copies_[bucket].room, {});
+  copies_.cache(lock).give_away(bucket);
+  readers_.forget_addresses_of(*room, lock);
   return room;
 }
 

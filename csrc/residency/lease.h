@@ -50,14 +50,20 @@ class Leases {
     const std::shared_ptr<Lease> lease = lease_.lock();
     return lease == nullptr ? nullptr : lease->keep(owner);
   }
-  // A share for one more tensor.
+  // For one more tensor: the room, with a share.
+  template <class Room>
+  std::shared_ptr<Room> let(std::shared_ptr<Room> room) {
+    const auto kept = std::make_shared<std::pair<std::shared_ptr<Room>, std::shared_ptr<Lease>>>(room, share());
+    return {kept, room.get()};
+  }
+
+ private:
   std::shared_ptr<Lease> share() {
     std::shared_ptr<Lease> lease = lease_.lock();
     if (lease == nullptr) lease_ = lease = std::make_shared<Lease>(owner_.lock());
     return lease;
   }
 
- private:
   std::weak_ptr<const void> owner_;
   std::weak_ptr<Lease> lease_;  // null while there is no tensor
 };

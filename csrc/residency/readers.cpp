@@ -45,6 +45,10 @@ void Readers::forget_addresses() {
   addresses_.replace({});
 }
 
+void Readers::forget_addresses_of(const Room& room, BucketCopies::Locked /*lock*/) {
+  if (!copies_.on_accelerator()) addresses_.forget(room.address());
+}
+
 int64_t Readers::bucket_of(const at::Tensor& tensor) const {
   if (tensor.is_cpu()) return addresses_.at(data_ptr_of(tensor).get());
   const auto room = DeviceRoom::of(tensor);

@@ -28,10 +28,11 @@ class Readers final : public ReadGuard::Watcher, public FaultReader {
   Readers& operator=(const Readers&) = delete;
 
   // Reads of all buckets that were added are seen from now on; or none that no operator announces; or none at all,
-  // since the buckets' addresses may be others' from now on.
+  // since the addresses, of all buckets or of the one in this room, may be others' from now on.
   void watch_added();
   void stop() { remove_fault_reader(this); }
   void forget_addresses();
+  void forget_addresses_of(const Room& room, BucketCopies::Locked lock);
 
   // Returns when the bucket is resident, and it stays so. `reader`: null if that is no operator.
   void pin(int64_t bucket, const char* reader);

@@ -140,7 +140,7 @@ class TrainerStrategy:
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.status != "interrupted":
             for optimizer in self.sharding.optimizers:
-                optimizer.inside.gather.stay_whole()
+                optimizer.unshard()
         super().teardown()  # type: ignore[misc]
 
 

@@ -82,10 +82,6 @@ class ParamGather:
         """All parameters are whole from now on, without shards. Collective."""
         self.wait()
 
-    def stay_whole(self) -> None:
-        """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
-        self.wait()
-
     def find_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """Before ranks synchronize: the values of parameters that were found elsewhere."""
         return values_of(slots)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -112,7 +111,7 @@ class Residency:
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.tables: dict[int, int] = {}  # in it, by number of a table
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
-        self.depth = 0.0  # how many whole() are open; without end after stay_whole()
+        self.depth = 0  # how many whole() are open
         self.under_way: ShardWrite | None = None
 
     @property
@@ -287,22 +286,12 @@ class Residency:
             self.depth -= 1
             self.residents.leave_whole()
 
-    def stay_whole(self) -> None:
-        """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
-        if not self.residents.has_shards:
-            return
-        self.residents.enter_whole()
-        self.depth = inf
-        if failure := self.failure():
-            raise RuntimeError(failure)
-        self.ranks.barrier("all have whole parameters, and may go")
-
     def unshard(self) -> None:
         """Makes all whole for good, and lets the shards go. Collective."""
         if not self.residents.has_shards:
             return
         with self.ranks.refusals_told():
-            if 0 < self.depth < inf:
+            if self.depth:
                 raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
             self.residents.enter_whole()
         try:
