@@ -1,13 +1,13 @@
 #include "residency/faults.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <iterator>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -222,7 +222,10 @@ void add_fault_reader(FaultReader* reader) {
   const std::lock_guard lock(fault_mutex());
   if (place_of(reader) == nullptr) {
     Place* const free = place_of(nullptr);
-    TORCH_CHECK(free != nullptr, "zerox: ", kMostReaders, " models with sharded parameters are alive: delete some");
+    if (free == nullptr) {
+      throw std::runtime_error("zerox: " + std::to_string(kMostReaders) +
+                               " models with sharded parameters are alive: delete some");
+    }
     free->reader = reader;
     num_places = std::max<int>(num_places, static_cast<int>(free - places) + 1);
     ++num_readers;

@@ -1,4 +1,4 @@
-// Tests without a framework: TEST registers a function, CHECK prints file, communicator and values and goes on, and
+// Tests without a framework: TEST registers a function, CHECK prints file, line and values and goes on, and
 // main returns 1 if anything failed. Include once, in the file that becomes the executable.
 #pragma once
 
@@ -30,9 +30,9 @@ inline bool add_test(const char* name, void (*body)()) {
 
 inline std::atomic<int64_t> num_failures{0};
 
-inline void fail(const char* file, int comm, const std::string& what) {
+inline void fail(const char* file, int line, const std::string& what) {
   constexpr int64_t kMostPrinted = 20;  // a sweep may fail a million times
-  if (num_failures++ < kMostPrinted) std::cerr << file << ":" << comm << ": " << what << std::endl;
+  if (num_failures++ < kMostPrinted) std::cerr << file << ":" << line << ": " << what << std::endl;
 }
 
 template <class T>
@@ -53,8 +53,8 @@ std::string shown(const T& value) {
 }
 
 template <class A, class B>
-void check_eq(const A& a, const B& b, const char* text, const char* file, int comm) {
-  if (!(a == b)) fail(file, comm, std::string(text) + ": " + shown(a) + " != " + shown(b));
+void check_eq(const A& a, const B& b, const char* text, const char* file, int line) {
+  if (!(a == b)) fail(file, line, std::string(text) + ": " + shown(a) + " != " + shown(b));
 }
 
 inline int run_tests() {
