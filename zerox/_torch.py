@@ -185,8 +185,9 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 def trace_step(optimizer: Any) -> None:
     """For tracers of Python, which look for this call. Without it: they see no step."""
-    with suppress(AttributeError):
-        optimizer._optimizer_step_code()
+    step_code = getattr(optimizer, "_optimizer_step_code", None)
+    if step_code is not None:
+        step_code()
 
 
 def zero_grad_name(optimizer: Any) -> str:

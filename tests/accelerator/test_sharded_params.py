@@ -23,6 +23,7 @@ from tests.accelerator.sharded import (
     assert_as_in_stage_2,
     ranks_of_threads,
 )
+from tests.residency.test_faults import handler
 from zerox import _C as C
 from zerox import FusedShardedAdam
 from zerox.grads.placeholder import ShardedGrad
@@ -245,6 +246,19 @@ def bytes_of_rooms(ranks: Ranks, all_here: threading.Barrier) -> tuple[int, int]
 def test_released_rooms_give_their_memory_back() -> None:
     said, freed = run_fake_ranks(bytes_of_rooms, 2, "direct", threading.Barrier(2))[0]
     assert 0 < said == freed <= LIMITS["two buckets"] * 2**20
+
+
+def handler_of_faults(ranks: Ranks) -> tuple[int, int]:
+    before = handler()
+    training = Training(ranks, 3, "released at once")
+    training.step(0)
+    return before, handler()
+
+
+@pytest.mark.usefixtures("no_garbage")
+def test_no_read_can_fault_so_there_is_no_handler() -> None:
+    for before, after in run_fake_ranks(handler_of_faults, 2, "direct"):
+        assert before == after
 
 
 def left_for_the_host(ranks: Ranks, stage: int) -> list[Tensor]:

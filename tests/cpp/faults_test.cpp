@@ -40,15 +40,15 @@ void theirs(int /*signal*/) {
   _exit(0);
 }
 
-// What a process says in which `body` runs with a reader; it ends with the handler that was there before.
+// What a process says in which `body` runs with a reader; `before`: the handler that was there before.
 template <class Body>
-std::string said_in(const Body& body) {
+std::string said_in(const Body& body, void (*before)(int) = &theirs) {
   int pipe_ends[2];
   if (pipe(pipe_ends) != 0) return "no pipe";
   const pid_t child = fork();
   if (child == 0) {
     dup2(pipe_ends[1], STDERR_FILENO);
-    std::signal(SIGSEGV, &theirs);
+    std::signal(SIGSEGV, before);
     Reader reader;
     zx::add_fault_reader(&reader);
     body(reader);
@@ -82,6 +82,14 @@ TEST(a_reader_is_asked_once_for_its_own_memory_and_told_of_writes) {
 TEST(others_addresses_go_to_the_handler_before) {
   CHECK_EQ(said_in([](Reader& /*reader*/) { look(released()); }), "read theirs ");
   CHECK_EQ(said_in([](Reader& /*reader*/) { raise(SIGSEGV); }), "theirs ");
+}
+
+TEST(a_handler_that_comes_back_to_ours_is_called_once) {
+  const auto raises_again = [](int /*signal*/) {
+    say("theirs ");
+    raise(SIGSEGV);
+  };
+  CHECK_EQ(said_in([](Reader& /*reader*/) { look(released()); }, raises_again), "read theirs ");
 }
 
 TEST(a_fault_inside_of_a_reader_is_a_real_one) {

@@ -20,12 +20,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
 def range_named(name: str) -> AbstractContextManager[Any]:
-    return profiler.record_function(name) if _torch.profiler_is_on() else nullcontext()
+    return profiler.record_function(name) if _torch.profiler_is_on() else NO_RANGE
 
 
 def range_of_zero_grad(optimizer: Optimizer) -> AbstractContextManager[Any]:
-    return range_named(_torch.zero_grad_name(optimizer))
+    return range_named(_torch.zero_grad_name(optimizer)) if _torch.profiler_is_on() else NO_RANGE
 
 
 def with_hooks(func: Callable[P, R]) -> Callable[P, R]:

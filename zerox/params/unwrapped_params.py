@@ -113,7 +113,6 @@ class OwnParams:
 
     # ---- in step() and before it
 
-    @torch.no_grad()
     def update(self, groups: Sequence[dict[str, Any]], rules: Rules, shows: Shown) -> None:
         """Those that have a gradient, as the class of torch does."""
         for group in groups if self.params else ():
