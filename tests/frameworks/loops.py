@@ -48,6 +48,8 @@ class Case:
     overflow: int | None = None  # with a scaler: the step in which the last rank's loss is inf
     order: str = "together"  # what is prepared first
     batches: int = 7
+    dtype: torch.dtype = torch.float32
+    most: float = MOST
     buffers: bool = False
     of_zerox: dict[str, Any] = field(default_factory=dict)
 
@@ -76,9 +78,9 @@ def make_optimizer(case: Case, kind: str, model: nn.Module) -> torch.optim.Optim
     return torch.optim.AdamW(model.parameters(), **OPTIONS)
 
 
-def make_loader(world_size: int, batches: int) -> DataLoader[Any]:
+def make_loader(world_size: int, batches: int, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(4 * batches * max(1, world_size), 72, generator=generator)
+    inputs = torch.randn(4 * batches * max(1, world_size), 72, generator=generator).to(dtype)
     return DataLoader(TensorDataset(inputs), batch_size=4)
 
 
@@ -96,18 +98,20 @@ def train(rank: int, world_size: int, kind: str, case: Case) -> Seen:
     with accelerators_environment(rank, world_size):
         accelerator = make_accelerator(case, kind)
         torch.manual_seed(0)
-        plain = Normed() if case.buffers else make_model(seed=rank)  # ranks begin with rank 0's values in any case
+        plain = (
+            Normed() if case.buffers else make_model(case.dtype, seed=rank)
+        )  # ranks begin with rank 0's values in any case
         if isinstance(plain, Normed):
             plain.seen += rank
         optimizer = make_optimizer(case, kind, plain)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         model, optimizer = prepared(case, accelerator, plain, optimizer)
         assert not isinstance(plain, Normed) or not plain.seen.any(), "ranks begin with rank 0's buffers"
-        loader, schedule = accelerator.prepare(make_loader(world_size, case.batches), schedule)
+        loader, schedule = accelerator.prepare(make_loader(world_size, case.batches, case.dtype), schedule)
         seen = Seen([], [], [], {})
         for step, (x,) in enumerate(loader):
             with accelerator.accumulate(model):
-                loss = model(x).float().square().mean()
+                loss = model(x).to(torch.promote_types(case.dtype, torch.float32)).square().mean()
                 bad = step == case.overflow and rank == max(0, world_size - 1)
                 accelerator.backward(loss * math.inf if bad else loss)
                 if accelerator.sync_gradients:
