@@ -13,7 +13,10 @@ void Pending::wait() {
 }
 
 void Pending::abort() {
-  for (const Awaited& awaited : works_) abort_work(awaited.work);
+  for (const Awaited& awaited : works_) {
+    abort_work(awaited.work);
+    if (comm_.failure_detector) comm_.failure_detector->keep_aborted(awaited.work);
+  }
 }
 
 void Pending::read(int /*rank*/, size_t /*message*/, int64_t /*start*/, const at::Tensor& /*into*/) {

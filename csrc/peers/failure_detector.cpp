@@ -195,6 +195,11 @@ std::vector<int64_t> FailureDetector::processes() const {
   return processes_;
 }
 
+void FailureDetector::keep_aborted(const Work& work) {
+  const std::lock_guard lock(mutex_);
+  aborted_.push_back(work);
+}
+
 void FailureDetector::add_control_block(std::shared_ptr<ControlBlock> control_block) {
   const std::lock_guard lock(mutex_);
   if (!conclusion_.empty()) (*control_block)[ControlBlock::gave_up] = 1;

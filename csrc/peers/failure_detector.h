@@ -103,6 +103,11 @@ class FailureDetector {
   // Note [Two waits for each other].
   void stand_outside(const std::string& where);
 
+  // Keeps a message that was aborted, with its memory, for as long as these connections are used. gloo reads no more
+  // from a connection on which something arrives for a receive that is gone: whatever comes after it would never
+  // arrive.
+  void keep_aborted(const Work& work);
+
   // Gives up because of an error that this rank raised itself: the others raise `what` too, when they need this rank.
   void leave(const std::string& what);
 
@@ -118,10 +123,11 @@ class FailureDetector {
   int world_;
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds say_after_;
-  mutable Mutex<LockRank::failure_detector> mutex_;  // of these three
+  mutable Mutex<LockRank::failure_detector> mutex_;  // of these four
   std::vector<std::shared_ptr<ControlBlock>> control_blocks_;
   std::vector<int64_t> processes_;
   std::string conclusion_;  // empty until this rank gives up
+  std::vector<Work> aborted_;
   LastSeen last_seen_;
   std::atomic<int64_t> num_outside_{0};  // times that this rank stood outside
 };
