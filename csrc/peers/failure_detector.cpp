@@ -178,7 +178,7 @@ void abort_work(const Work& work) {
 
 FailureDetector::FailureDetector(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
                                  std::chrono::milliseconds timeout, std::chrono::milliseconds say_after)
-    : groups_(std::move(groups)),
+    : connections_{std::move(groups)},
       store_(std::move(store)),
       rank_(rank),
       world_(world),
@@ -197,7 +197,7 @@ std::vector<int64_t> FailureDetector::processes() const {
 
 void FailureDetector::keep_aborted(const Work& work) {
   const std::lock_guard lock(mutex_);
-  aborted_.push_back(work);
+  connections_.aborted.push_back(work);
 }
 
 void FailureDetector::add_control_block(std::shared_ptr<ControlBlock> control_block) {
@@ -208,7 +208,7 @@ void FailureDetector::add_control_block(std::shared_ptr<ControlBlock> control_bl
 
 void FailureDetector::add_group(Group group) {
   const std::lock_guard lock(mutex_);
-  groups_.push_back(std::move(group));
+  connections_.groups.push_back(std::move(group));
 }
 
 WaitingFor FailureDetector::waiting_for(int peer) const {
@@ -253,7 +253,7 @@ void FailureDetector::await(const Awaited& awaited, const Group& group, int peer
   if (peer != kUnknownRank) check_may_wait("a message");  // of a collective, streams may wait
   // gloo's wait() returns false, instead of throwing, if it was aborted.
   const bool is_through = needing(peer, [&](LongWait& wait) {
-    if (peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
+    if (peer == kUnknownRank || connections_.groups.empty()) return awaited.work->wait();
     return wait.await(*group, *awaited.work, awaited.peer);
   });
   TORCH_CHECK(is_through, "the exchange was aborted");
@@ -305,7 +305,7 @@ void FailureDetector::give_up(int missed, bool late, const std::string& what) {
 
 // A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.
 void FailureDetector::close_connections() {
-  for (const Group& group : groups_) {
+  for (const Group& group : connections_.groups) {
     for (int context = 1; context <= kMostContexts; ++context) {  // tags take turns over them
       for (int peer = 0; peer < group->getSize(); ++peer) {  // a group along one axis of a mesh has a part of the ranks
         if (peer == group->getRank()) continue;

@@ -46,6 +46,12 @@ struct Awaited {
 // If the backend can, wakes a wait for it on another thread; never throws.
 void abort_work(const Work& work);
 
+// Groups of ranks, and messages of theirs that were aborted.
+struct Connections {
+  std::vector<Group> groups;
+  std::vector<Work> aborted{};
+};
+
 // Any thread may call any of these. After the first failure every later one gets the same answer.
 class FailureDetector {
  public:
@@ -117,17 +123,16 @@ class FailureDetector {
   void give_up(int missed, bool late, const std::string& what);
   void close_connections();
 
-  std::vector<Group> groups_;
+  Connections connections_;
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
   int world_;
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds say_after_;
-  mutable Mutex<LockRank::failure_detector> mutex_;  // of these four
+  mutable Mutex<LockRank::failure_detector> mutex_;  // of these three, and what is aborted
   std::vector<std::shared_ptr<ControlBlock>> control_blocks_;
   std::vector<int64_t> processes_;
   std::string conclusion_;  // empty until this rank gives up
-  std::vector<Work> aborted_;
   LastSeen last_seen_;
   std::atomic<int64_t> num_outside_{0};  // times that this rank stood outside
 };
