@@ -2,7 +2,6 @@
 #include "residency/faults.h"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -10,6 +9,7 @@
 #include <string>
 
 #include "check.h"
+#include "child.h"
 
 namespace {
 
@@ -43,27 +43,15 @@ void theirs(int /*signal*/) {
 // What a process says in which `body` runs with a reader; `before`: the handler that was there before.
 template <class Body>
 std::string said_in(const Body& body, void (*before)(int) = &theirs) {
-  int pipe_ends[2];
-  if (pipe(pipe_ends) != 0) return "no pipe";
-  const pid_t child = fork();
-  if (child == 0) {
-    dup2(pipe_ends[1], STDERR_FILENO);
-    std::signal(SIGSEGV, before);
-    Reader reader;
-    zx::add_fault_reader(&reader);
-    body(reader);
-    say("end ");
-    _exit(0);
-  }
-  close(pipe_ends[1]);
-  std::string said;
-  char part[256];
-  for (ssize_t count = 0; (count = read(pipe_ends[0], part, sizeof(part))) > 0;) {
-    said.append(part, static_cast<size_t>(count));
-  }
-  close(pipe_ends[0]);
-  waitpid(child, nullptr, 0);
-  return said;
+  return zx::testing::end_of([&] {
+           std::signal(SIGSEGV, before);
+           Reader reader;
+           zx::add_fault_reader(&reader);
+           body(reader);
+           say("end ");
+           _exit(0);  // without the reader's removal
+         })
+      .said;
 }
 
 void look(const char* address) { (void)*static_cast<const volatile char*>(address); }

@@ -1,9 +1,6 @@
 // Threads that break Note [Locks] end with the names, and others don't. Each dies in a process of its own.
 #include "locks.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <csignal>
 #include <memory>
@@ -12,6 +9,7 @@
 #include <thread>
 
 #include "check.h"
+#include "child.h"
 #include "workers/two_workers.h"
 
 namespace {
@@ -21,25 +19,11 @@ using zx::LockRank;
 // What `body` writes to stderr before it aborts; "lived" if it does not abort.
 template <class Body>
 std::string last_words_of(const Body& body) {
-  int pipe_ends[2];
-  if (pipe(pipe_ends) != 0) return "no pipe";
-  const pid_t child = fork();
-  if (child == 0) {
+  const auto ended = zx::testing::end_of([&body] {
     std::signal(SIGABRT, SIG_DFL);  // a sanitizer's handler would report it
-    dup2(pipe_ends[1], STDERR_FILENO);
     body();
-    _exit(0);
-  }
-  close(pipe_ends[1]);
-  std::string said;
-  char part[256];
-  for (ssize_t count = 0; (count = read(pipe_ends[0], part, sizeof(part))) > 0;) {
-    said.append(part, static_cast<size_t>(count));
-  }
-  close(pipe_ends[0]);
-  int status = 0;
-  waitpid(child, &status, 0);
-  return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT ? said : "lived";
+  });
+  return WIFSIGNALED(ended.status) && WTERMSIG(ended.status) == SIGABRT ? ended.said : "lived";
 }
 
 bool says(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
