@@ -28,6 +28,7 @@ enum class LockRank : uint8_t {
   gather,
   two_level_gathers,
   gone_residents,
+  lingering,
   residencies,
   bucket_copies,
   airborne,
@@ -51,6 +52,7 @@ enum class LockRank : uint8_t {
   guards,
   addresses,
   sums,
+  published_state,
   late_leases,
 };
 
@@ -76,6 +78,7 @@ constexpr LockKind kLocks[] = {
     {LockRank::gather, 3, "Gather::mutex_", MayWait::yes},
     {LockRank::two_level_gathers, 4, "TwoLevelExchange's mutex", MayWait::yes},
     {LockRank::gone_residents, 4, "Residents::keep_for_others()'s own"},
+    {LockRank::lingering, 4, "linger.cpp's lists()"},
     {LockRank::residencies, 4, "residency.cpp's all()"},
     {LockRank::bucket_copies, 5, "BucketCopies::mutex"},
     {LockRank::airborne, 5, "Airborne::mutex_"},
@@ -99,6 +102,7 @@ constexpr LockKind kLocks[] = {
     {LockRank::guards, 9, "Guards::mutex"},
     {LockRank::addresses, 10, "addresses()"},
     {LockRank::sums, 10, "total_mutex of a kernel"},
+    {LockRank::published_state, 10, "PublishedState::mutex_"},
     {LockRank::late_leases, 11, "lease.cpp's late()"},
 };
 

@@ -98,6 +98,7 @@ MESH = SimpleNamespace(get_coordinate=lambda: None, _is_current_rank_part_of_mes
 NOWHERE: Any = SimpleNamespace(shape=(2,), placements=[], device_mesh=MESH)
 FRAMES = torch._C._dynamo.eval_frame
 TIMES = SimpleNamespace(_timeout=1)
+MUL = torch.ops.aten.mul_.Scalar
 
 
 def own_backend() -> None:
@@ -112,6 +113,7 @@ USES = [
     Use(Tensor, "_nnz", "num_rows_of", lambda: _torch.num_rows_of(ROWS)),
     Use(DTensor, "_local_tensor", "local_tensor_of", lambda: _torch.local_tensor_of(CUT)),
     Use(DTensor, "_spec", "spec_of", lambda: _torch.spec_of(CUT)),
+    Use(MUL, "_schema", "written_by", lambda: _torch.written_by(MUL, [1], {"other": 2}), without=[1, 2]),
     Use(MODULE, "_parameters", "own_params_of", lambda: _torch.own_params_of(MODULE)),
     Use(MODULE, "_modules", "children_of", lambda: _torch.children_of(MODULE)),
     Use(

@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import CodeType
@@ -114,6 +114,18 @@ def is_updated_inside(param: Tensor) -> bool:
 
 
 # ---- operators
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator changes. Without its schema: all, and operators that only read raise too."""
+    try:
+        known = operator._schema.arguments
+        written = [each.alias_info is not None and each.alias_info.is_write for each in known]
+    except AttributeError:
+        return [*args, *kwargs.values()]
+    places = dict(zip((each.name for each in known), written, strict=True))
+    found = [arg for arg, is_written in zip(args, written, strict=False) if is_written]
+    return [*found, *(value for name, value in kwargs.items() if places.get(name, True))]
 
 
 def overloads(*names: str) -> tuple[Any, ...]:

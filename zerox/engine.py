@@ -190,8 +190,9 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
         are whole already, and this waits for what overlap_gather() hides.
         """
         self._core.gather.unshard()
-        for bucket in self._core.buckets:
-            bucket.param_shard = bucket.buffer.shard(bucket.rank)
+        with self._core.loading.pulls.of_all:
+            for bucket in self._core.buckets:
+                bucket.param_shard = bucket.buffer.shard(bucket.rank)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
@@ -11,8 +12,11 @@
 #include "exchange/collectives.h"
 #include "exchange/exchange.h"
 #include "peers/failure_detector.h"
+#include "peers/linger.h"
 #include "peers/long_waits.h"
 #include "peers/neighbours.h"
+#include "peers/peer_states.h"
+#include "peers/published_state.h"
 
 namespace zx {
 namespace {
@@ -49,6 +53,20 @@ struct NamedWait : LongWait {
       : LongWait(say_after, [waiting] { return waiting; }) {}
 };
 
+class Tensors : public PublishedState::Places {
+ public:
+  explicit Tensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
+  std::vector<int64_t> addresses() const override {
+    std::vector<int64_t> found;
+    found.reserve(tensors_.size());
+    for (const at::Tensor& each : tensors_) found.push_back(reinterpret_cast<int64_t>(each.const_data_ptr()));
+    return found;
+  }
+
+ private:
+  const std::vector<at::Tensor> tensors_;
+};
+
 }  // namespace
 
 void bind_exchange(py::module_& m) {
@@ -56,6 +74,7 @@ void bind_exchange(py::module_& m) {
   m.def("read_memory", [](pid_t pid, uint64_t address, at::Tensor into) {
     return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());
   });
+  m.def("close_connections", &close_connections, py::arg("group"), Release());
   m.def("start_all_reduce", &start_all_reduce, py::arg("group"), py::arg("values"), py::arg("op"), Release());
   m.def("start_broadcast", &start_broadcast, py::arg("group"), py::arg("values"), py::arg("root"), Release());
   m.def("start_gather", &start_gather, py::arg("group"), py::arg("received"), py::arg("sent"), py::arg("root"),
@@ -76,6 +95,67 @@ void bind_exchange(py::module_& m) {
           py::arg("work"), Release())
       .def("stand_outside", &FailureDetector::stand_outside, py::arg("where"), Release())
       .def("leave", &FailureDetector::leave, py::arg("what"), Release());
+  py::enum_<StateChange>(m, "StateChange")
+      .value("OF_THIS_RANK", StateChange::of_this_rank)
+      .value("OF_ALL", StateChange::of_all)
+      .value("STEP", StateChange::step)
+      .value("LOAD", StateChange::load);
+  py::class_<PublishedState, std::shared_ptr<PublishedState>>(m, "PublishedState")
+      .def(py::init<>())
+      .def_property_readonly("address", &PublishedState::address)
+      .def_property_readonly("version", &PublishedState::version)
+      .def("begin_change", &PublishedState::begin_change)
+      .def(
+          "end_change",
+          [](PublishedState& self, StateChange what, bool is_whole, std::optional<std::vector<at::Tensor>> tensors) {
+            self.end_change(what, is_whole, tensors ? std::make_unique<Tensors>(std::move(*tensors)) : nullptr);
+          },
+          py::arg("what"), py::arg("is_whole"), py::arg("tensors"));
+  py::class_<Linger, std::shared_ptr<Linger>>(m, "Linger")
+      .def(py::init(
+               [](const std::shared_ptr<FailureDetector>& failure_detector, std::vector<int64_t> processes, int rank) {
+                 auto made = std::make_shared<Linger>(failure_detector, std::move(processes), rank);
+                 Linger::list(made);
+                 return made;
+               }),
+           py::arg("failure_detector"), py::arg("processes"), py::arg("rank"))
+      .def("set_control_blocks", &Linger::set_control_blocks, py::arg("by_rank"))
+      .def_property_readonly("address", &Linger::address)
+      .def_property_readonly("rank", &Linger::rank)
+      .def_property_readonly("processes", &Linger::processes)
+      .def_property_readonly("timeout", &Linger::timeout)
+      .def_property_readonly("has_given_up", &Linger::has_given_up)
+      .def("readers", &Linger::readers)
+      .def("end", &Linger::end)
+      .def("end_waits", &Linger::end_waits, Release())
+      .def_static("all", &Linger::all)
+      .def_static("free_no_more", &Linger::free_no_more, Release());
+  py::class_<PeerStates, std::shared_ptr<PeerStates>>(m, "PeerStates")
+      .def(py::init([](std::shared_ptr<PublishedState> own, std::shared_ptr<FailureDetector> failure_detector,
+                       std::shared_ptr<Linger> linger, std::vector<int64_t> processes,
+                       std::vector<uint64_t> control_blocks) {
+             auto* const made = new PeerStates(std::move(own), std::move(failure_detector), std::move(linger),
+                                               std::move(processes), std::move(control_blocks));
+             return destroyed_without_gil(made, /*also_at_exit=*/false);  // then others may still read the state
+           }),
+           py::kw_only(), py::arg("own"), py::arg("failure_detector"), py::arg("linger"), py::arg("processes"),
+           py::arg("control_blocks"))
+      .def("await_pulls", &PeerStates::await_pulls, Release())
+      .def(
+          "read_directory",
+          [](const PeerStates& self, int rank, int64_t version) {
+            const auto found = self.read_directory(rank, version);
+            return found ? std::optional(std::pair(found->stamp, found->addresses)) : std::nullopt;
+          },
+          py::arg("rank"), py::arg("version"), Release())
+      .def("read", &PeerStates::read, py::arg("rank"), py::arg("stamp"), py::arg("address"), py::arg("into"),
+           Release());
+  using PyPull = Within<PeerStates::Pull, std::reference_wrapper<PeerStates>>;
+  py::class_<PyPull>(m, "StatePull")
+      .def(py::init([](PeerStates& states) { return std::make_unique<PyPull>(std::ref(states)); }), py::arg("states"),
+           py::keep_alive<1, 2>())
+      .def("__enter__", &PyPull::enter)
+      .def("__exit__", &PyPull::exit);
   using PyDoing = Within<NamedDoing, std::string, bool>;
   py::class_<PyDoing>(m, "Doing")
       .def(py::init<std::string, bool>(), py::arg("what"), py::arg("per_batch") = false)

@@ -18,12 +18,14 @@ namespace {
 
 // `group`: null if all ranks read each other's memory. `faults`: whether reads that nothing announces may fault.
 std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::shared_ptr<FailureDetector> failure_detector,
-                                          std::vector<int64_t> processes, std::vector<int> ranks, int num_holders,
-                                          int rank, std::chrono::milliseconds timeout, bool faults) {
+                                          std::shared_ptr<Linger> linger, std::vector<int64_t> processes,
+                                          std::vector<int> ranks, int num_holders, int rank,
+                                          std::chrono::milliseconds timeout, bool faults) {
   if (!faults && !can_forbid_reads()) throw py::value_error("ZEROX_FAULTS=0 needs torch 2.12 or newer");
   Residents::keep_for_others(nullptr);
   auto peers = std::make_shared<PeerShards>(Communicator{group.value_or(Group()), std::move(failure_detector)},
-                                            std::move(processes), std::move(ranks), num_holders, rank, timeout);
+                                            std::move(linger), std::move(processes), std::move(ranks), num_holders,
+                                            rank, timeout);
   auto* const made = new Residency(std::move(peers), faults ? HiddenReads::fault : HiddenReads::raise);
   const auto shared = destroyed_without_gil(made, /*also_at_exit=*/false);  // then others may still read its shards
   Residency::list(shared);
@@ -84,13 +86,16 @@ void bind_residency(py::module_& m) {
       .def_readonly("time_ns", &ResidencyEvent::time_ns)
       .def_readonly("resident_bytes", &ResidencyEvent::resident_bytes);
   py::class_<Residency, std::shared_ptr<Residency>>(m, "Residency")
-      .def(py::init(&make_residency), py::kw_only(), py::arg("group"), py::arg("failure_detector"),
+      .def(py::init(&make_residency), py::kw_only(), py::arg("group"), py::arg("failure_detector"), py::arg("linger"),
            py::arg("processes"), py::arg("ranks"), py::arg("num_holders"), py::arg("rank"), py::arg("timeout"),
            py::arg("faults"))
       .def(
           "set_limit",
           [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },
           py::arg("nbytes"), Release())
+      .def(
+          "set_state", [](Residency& self, const std::shared_ptr<PublishedState>& state) { self->set_state(state); },
+          py::arg("state"))
       .def(
           "make_room", [](Residency& self, size_t bytes, at::Device device) { return self.make_room(bytes, device); },
           py::arg("nbytes"), py::arg("device"), Release())

@@ -78,6 +78,9 @@ namespace zx {
 //   who handles SIGSEGV                    AddressRange, Readers            the same            fault_mutex()
 //   shards that others may still read      whoever ends a Residency         the same            keep_for_others()'s own
 //   which Residency objects there are      whoever makes one                the same            residency.cpp's all()
+//   which Linger objects there are, and    whoever makes one, or deletes    the same, and the   linger.cpp's lists()
+//     what lingers                         an optimizer                     thread that frees
+//   PublishedState                         whoever changes state            the same            PublishedState::mutex_
 //   leases that ended under a lock         whoever lets go of a tensor      whoever ends one    lease.cpp's late()
 //
 // A thread takes them in this order, which csrc/locks.h has as a type, and holds at most one of a line:
@@ -86,7 +89,7 @@ namespace zx {
 //   BeforeNext::mutex_
 //   Buckets::mutex
 //   Gathers::mutex_; Gather::mutex_ (waits)
-//   TwoLevelExchange's mutex (waits); Residents::keep_for_others()'s own; residency.cpp's all()
+//   TwoLevelExchange's mutex (waits); Residents::keep_for_others()'s own; linger.cpp's lists(); residency.cpp's all()
 //   BucketCopies::mutex; Airborne::mutex_
 //   DeviceRoom::mutex_; SparePages::mutex_; AskedStorages::mutex_; fault_mutex(); ShardServer::mutex_;
 //     ShardQuestions::mutex_; BothPending::mutex_; Streams::mutex_; Worker::mutex_; Permits::mutex_;
@@ -95,7 +98,7 @@ namespace zx {
 //   FailureDetector::mutex_ (waits in the end); LongWaits::mutex_
 //   LastSeen::mutex_
 //   Guards::mutex
-//   addresses(); total_mutex of a kernel
+//   addresses(); total_mutex of a kernel; PublishedState::mutex_
 //   lease.cpp's late()
 //
 // A thread waits for no device, no message, no other rank and no other thread under any of them but these:

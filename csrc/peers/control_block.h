@@ -1,4 +1,4 @@
-// Numbers that a rank lets its neighbours read: see memory_messages.h and flight_log.h.
+// Numbers that a rank lets its neighbours read: see memory_messages.h, flight_log.h and linger.h.
 #pragma once
 
 #include <atomic>
@@ -13,9 +13,11 @@ class ControlBlock {
  public:
   // The words of control blocks that FailureDetector knows.
   enum Word : size_t {
-    gave_up,  // 1 if this rank answers nobody any more
+    status,  // 0, or one of these two
     first_free,
   };
+  static constexpr int64_t kGaveUp = 1;  // this rank answers nobody any more, and what it had may be free
+  static constexpr int64_t kEnded = 2;   // its script is at its end: what stands here is all that there will be
 
   explicit ControlBlock(size_t num_words) : words_(num_words) {}
 

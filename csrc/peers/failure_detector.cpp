@@ -202,7 +202,7 @@ void FailureDetector::keep_aborted(const Work& work) {
 
 void FailureDetector::add_control_block(std::shared_ptr<ControlBlock> control_block) {
   const std::lock_guard lock(mutex_);
-  if (!conclusion_.empty()) (*control_block)[ControlBlock::gave_up] = 1;
+  if (!conclusion_.empty()) (*control_block)[ControlBlock::status] = ControlBlock::kGaveUp;
   control_blocks_.push_back(std::move(control_block));
 }
 
@@ -292,30 +292,39 @@ void FailureDetector::leave(const std::string& what) {
   give_up(kUnknownRank, false, what);
 }
 
+void FailureDetector::end() {
+  const std::lock_guard lock(mutex_);
+  if (!conclusion_.empty()) return;
+  conclusion_ = named({rank_}) + " has come to the end of its script";
+  give_up(kUnknownRank, false, conclusion_, ControlBlock::kEnded);
+}
+
 // See Note [A rank that gives up says so].
-void FailureDetector::give_up(int missed, bool late, const std::string& what) {
+void FailureDetector::give_up(int missed, bool late, const std::string& what, int64_t status) {
   if (store_) {
     within(kStoreAnswers, [store = store_, key = key_of(rank_), text = FailureRecord{missed, late, what}.text()] {
       return store->compareSet(key, std::string(), text);  // which waits for the store's answer
     });
   }
-  for (const auto& control_block : control_blocks_) (*control_block)[ControlBlock::gave_up] = 1;
+  for (const auto& control_block : control_blocks_) (*control_block)[ControlBlock::status] = status;
   if (store_) close_connections();
 }
 
-// A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.
 void FailureDetector::close_connections() {
-  for (const Group& group : connections_.groups) {
-    for (int context = 1; context <= kMostContexts; ++context) {  // tags take turns over them
-      for (int peer = 0; peer < group->getSize(); ++peer) {  // a group along one axis of a mesh has a part of the ranks
-        if (peer == group->getRank()) continue;
-        std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
-        try {
-          // Throws if the connection is closed already.
-          const Work never = group->recv(message, peer, kTagsEnd + context);
-          never->wait(milliseconds(1));
-        } catch (const std::exception&) {
-        }
+  for (const Group& group : connections_.groups) zx::close_connections(group);
+}
+
+// A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.
+void close_connections(const Group& group) {
+  for (int context = 1; context <= kMostContexts; ++context) {  // tags take turns over them
+    for (int peer = 0; peer < group->getSize(); ++peer) {  // a group along one axis of a mesh has a part of the ranks
+      if (peer == group->getRank()) continue;
+      std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
+      try {
+        // Throws if the connection is closed already.
+        const Work never = group->recv(message, peer, kTagsEnd + context);
+        never->wait(milliseconds(1));
+      } catch (const std::exception&) {
       }
     }
   }

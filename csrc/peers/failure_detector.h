@@ -46,6 +46,9 @@ struct Awaited {
 // If the backend can, wakes a wait for it on another thread; never throws.
 void abort_work(const Work& work);
 
+// Of a gloo group: whoever waits for this rank there, or will, is told that it is gone.
+void close_connections(const Group& group);
+
 // Groups of ranks, and messages of theirs that were aborted.
 struct Connections {
   std::vector<Group> groups;
@@ -96,6 +99,17 @@ class FailureDetector {
     }
   }
 
+  // The same, but this rank does not give up, since nobody else waits for what it reads there.
+  template <class Body>
+  auto reading(int peer, const Body& body) const {
+    try {
+      LongWait wait(say_after_, [this, peer] { return waiting_for(peer); });
+      return body();
+    } catch (const std::exception& error) {
+      throw std::runtime_error("zerox: rank " + std::to_string(peer) + " can't be read: " + reason_of(error));
+    }
+  }
+
   // Returns when `awaited`, a message of `group` from or to rank `peer`, is through. Throws as needing() does, or if
   // the wait was aborted here.
   void await(const Awaited& awaited, const Group& group, int peer);
@@ -117,10 +131,13 @@ class FailureDetector {
   // Gives up because of an error that this rank raised itself: the others raise `what` too, when they need this rank.
   void leave(const std::string& what);
 
+  // The same at the end of this rank's script: what others read of it stays as it is.
+  void end();
+
  private:
   WaitingFor waiting_for(int peer) const;
   std::string advice() const;
-  void give_up(int missed, bool late, const std::string& what);
+  void give_up(int missed, bool late, const std::string& what, int64_t status = ControlBlock::kGaveUp);
   void close_connections();
 
   Connections connections_;

@@ -20,6 +20,8 @@ class GaveUp : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+constexpr const char* kHasEnded = "it has come to the end of its script";
+
 // A word of what begins at `address` in a rank's memory.
 inline int64_t word_at(const Neighbours& neighbours, int rank, uint64_t address, size_t word) {
   int64_t found = 0;
@@ -29,7 +31,7 @@ inline int64_t word_at(const Neighbours& neighbours, int rank, uint64_t address,
 
 // After something of a rank was read. Throws GaveUp if it is not to be trusted, since its memory may have been free.
 inline void check_read(const Neighbours& neighbours, int rank, uint64_t control_block) {
-  if (word_at(neighbours, rank, control_block, ControlBlock::gave_up) != 0)
+  if (word_at(neighbours, rank, control_block, ControlBlock::status) == ControlBlock::kGaveUp)
     throw GaveUp("it gave up while it was read");
 }
 
@@ -41,15 +43,17 @@ bool poll(const Neighbours& neighbours, int rank, uint64_t control_block, Contro
   check_may_wait("a neighbour");
   Pause pause;
   while (true) {
-    if (own[ControlBlock::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
-    bool has_given_up = false;
+    if (own[ControlBlock::status] != 0) throw std::runtime_error("this rank gave up");  // in another thread
+    int64_t status = 0;
     try {
       if (found()) break;
-      has_given_up = word_at(neighbours, rank, control_block, ControlBlock::gave_up) != 0;
+      status = word_at(neighbours, rank, control_block, ControlBlock::status);
+      if (status == ControlBlock::kEnded && found()) break;  // it came before
     } catch (const std::exception& error) {
       throw GaveUp(error.what());
     }
-    if (has_given_up) throw GaveUp("it gave up");
+    if (status == ControlBlock::kEnded) throw GaveUp(kHasEnded);
+    if (status != 0) throw GaveUp("it gave up");
     if (is_stopped()) return false;
     if (pause.waited() > failure_detector.timeout()) throw std::runtime_error("timed out");
     LongWait::check();

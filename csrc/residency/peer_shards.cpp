@@ -9,12 +9,14 @@
 
 #include "locks.h"
 #include "peers/pause.h"
+#include "peers/poll.h"
 
 namespace zx {
 
-PeerShards::PeerShards(Communicator comm, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders,
-                       int rank, std::chrono::milliseconds timeout)
+PeerShards::PeerShards(Communicator comm, std::shared_ptr<Linger> linger, std::vector<int64_t> processes,
+                       std::vector<int> ranks, int num_holders, int rank, std::chrono::milliseconds timeout)
     : failure_detector_(comm.failure_detector),
+      linger_(std::move(linger)),
       neighbours_(std::move(processes)),
       ranks_(std::move(ranks)),
       num_holders_(num_holders),
@@ -120,6 +122,7 @@ int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, i
     };
     Pause pause;
     while (!is_there()) {
+      if (linger_ != nullptr && linger_->has_ended(ranks_[rank]) && !is_there()) throw std::runtime_error(kHasEnded);
       if (pause.waited() > timeout_) throw std::runtime_error("timed out");
       LongWait::check();
       pause();

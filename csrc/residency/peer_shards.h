@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "peers/failure_detector.h"
+#include "peers/linger.h"
 #include "peers/neighbours.h"
 #include "residency/shard_questions.h"
 #include "residency/shard_server.h"
@@ -78,9 +79,9 @@ class PeerShards {
  public:
   // `ranks`: all, by their numbers, those first among whom a bucket is sharded, `num_holders` of them, this one among
   // them; everywhere here a rank is its place in this list. `processes` as in Neighbours. `comm`: to all; without a
-  // group if all are neighbours.
-  PeerShards(Communicator comm, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
-             std::chrono::milliseconds timeout);
+  // group if all are neighbours. `linger`: null if ranks do not linger.
+  PeerShards(Communicator comm, std::shared_ptr<Linger> linger, std::vector<int64_t> processes, std::vector<int> ranks,
+             int num_holders, int rank, std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
   int num_holders() const { return num_holders_; }
@@ -104,6 +105,8 @@ class PeerShards {
   // Returns when all have written a bucket so often, or stand by instead: whether one does. Throws as fetch().
   bool await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const;
 
+  const std::shared_ptr<Linger>& linger() const { return linger_; }
+
   // This rank will fetch nothing more. Whether another has said so, or is gone: neither throws.
   void say_left() const;
   bool has_left(int rank, const ShardPlace& place) const;
@@ -122,6 +125,7 @@ class PeerShards {
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
   std::shared_ptr<FailureDetector> failure_detector_;
+  std::shared_ptr<Linger> linger_;
   Neighbours neighbours_;
   std::vector<int> ranks_;
   int num_holders_;

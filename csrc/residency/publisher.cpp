@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "check.h"
@@ -125,7 +126,7 @@ void Publisher::take_over(const std::vector<int64_t>& written) {
         copies_.report(lock).fail(failure);
         return;
       }
-      fetcher_.store_own(*sharded);
+      store(*sharded);
       {
         const BucketCopies::Lock lock(copies_.mutex);
         sharded->stamps.at(ShardStamp::stored) = sharded->written;
@@ -135,6 +136,17 @@ void Publisher::take_over(const std::vector<int64_t>& written) {
     }
   });
   if (!failure.empty()) ReadGuard::raise_soon(failure);
+}
+
+void Publisher::store(const ShardedBucket& sharded) const {
+  const auto state = [&] {
+    const BucketCopies::Lock lock(copies_.mutex);
+    return state_.lock();
+  }();
+  std::optional<PublishedState::Change> change;
+  if (state) change.emplace(*state, StateChange::of_all);
+  fetcher_.store_own(sharded);
+  if (change) change->done();
 }
 
 // Another rank stands by.
@@ -194,7 +206,7 @@ std::vector<int64_t> Publisher::written_inside() const {
 
 void Publisher::keep_written(const std::vector<int64_t>& buckets) {
   for (const int64_t bucket : buckets) {
-    fetcher_.store_own(copies_[bucket]);
+    store(copies_[bucket]);
     note_digest(bucket);
   }
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "peers/published_state.h"
 #include "residency/bucket_copies.h"
 #include "residency/fetcher.h"
 #include "residency/peer_shards.h"
@@ -19,6 +20,12 @@ class Publisher {
       : copies_(copies), fetcher_(fetcher), peers_(std::move(peers)) {}
   Publisher(const Publisher&) = delete;
   Publisher& operator=(const Publisher&) = delete;
+
+  // Of which a part is in the parameters: it changes with each write.
+  void set_state(const std::shared_ptr<PublishedState>& state) {
+    const BucketCopies::Lock lock(copies_.mutex);
+    state_ = state;
+  }
 
   // Before others read a new bucket's shard. The bucket is added afterwards.
   void announce(ShardedBucket& sharded);
@@ -65,12 +72,14 @@ class Publisher {
   std::vector<ShardedBucket*> all() const;
   std::vector<ShardedBucket*> to_take_over(const std::vector<int64_t>& written) const;
   void keep(ShardedBucket& sharded);
+  void store(const ShardedBucket& sharded) const;
 
   BucketCopies& copies_;
   const Fetcher& fetcher_;
   const std::shared_ptr<const PeerShards> peers_;
-  int64_t version_ = 0;            // the optimizer's caller writes it, under the lock of the copies
-  std::vector<uint64_t> digests_;  // by bucket, at the beginning of whole(); the optimizer's caller's own
+  std::weak_ptr<PublishedState> state_{};  // the optimizer's, if others read it; under the lock of the copies
+  int64_t version_ = 0;                    // the optimizer's caller writes it, under the lock of the copies
+  std::vector<uint64_t> digests_;          // by bucket, at the beginning of whole(); the optimizer's caller's own
 };
 
 }  // namespace zx

@@ -16,7 +16,9 @@ Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden
       publisher_(copies_, fetcher_, peers_),
       turns_(copies_, fetcher_, publisher_, peers_->asks_others()),
       readers_(copies_, turns_, publisher_),
-      handover_(copies_, turns_, publisher_, readers_) {}
+      handover_(copies_, turns_, publisher_, readers_) {
+  if (peers_->linger() != nullptr) reader_.emplace(peers_->linger());
+}
 
 // ---- buckets
 
@@ -243,6 +245,7 @@ void Residents::stop_reading() {
     }
   }
   publisher_.say_left();
+  reader_.reset();
 }
 
 // Parameters that are there keep them.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -63,6 +64,9 @@ class Residents {
   // Where this rank has its shard, for the others; and where all have theirs, once they have told.
   ShardPlace place(int64_t bucket) const;
   void set_places(int64_t bucket, std::vector<ShardPlace> by_rank);
+
+  // Of this rank, if others read it.
+  void set_state(const std::shared_ptr<PublishedState>& state) { publisher_.set_state(state); }
 
   // How much may be resident; no limit at first.
   void set_limit(size_t bytes);
@@ -128,6 +132,7 @@ class Residents {
   void let_rooms_go();
 
   const std::shared_ptr<const PeerShards> peers_;
+  std::optional<Linger::Reader> reader_;
   BucketCopies copies_;
   const Fetcher fetcher_;
   Publisher publisher_;

@@ -91,7 +91,7 @@ def test_an_error_that_ends_no_rank_is_told_to_nobody(how: str, tmp_path: Path) 
         assert rank.stdout.startswith("trained")
 
 
-def test_a_script_that_ends_without_an_error_is_a_rank_that_is_gone(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_an_error_is_named_so(tmp_path: Path) -> None:
     first, second = run("exits", tmp_path)
     assert second.returncode == 3
-    assert "rank 1 is gone" in first.stderr
+    assert "rank 1 has come to the end of its script" in first.stderr

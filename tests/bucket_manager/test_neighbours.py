@@ -41,7 +41,7 @@ def who(rank: int, _: int, where: str) -> tuple[int, tuple[int, ...]]:
     with running(where, rank):
         ranks = find_ranks(None)
         dist.barrier()  # a group must not go while others are still connecting
-        return os.getpid(), ranks.neighbours
+        return os.getpid(), ranks.neighbours.processes
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from tests.bucket_manager.rig import same_bits
 from tests.optimizer.test_state_dict import WAYS
+from tests.pull.shares import with_shares
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, FusedShardedLion, FusedShardedSGD
 from zerox.checkpoint.convert import convert_file
@@ -103,6 +104,7 @@ def test_also_through_the_getters_of_dcp(kind: str) -> None:
         set_optimizer_state_dict(other, theirs, get_optimizer_state_dict(model, optimizer))
 
 
+@with_shares
 def a_share_that_looks_whole(rank: int, _: int) -> int:
     """A parameter in one rank's shard has all of its codes there."""
     params = [nn.Parameter(torch.ones(4096)) for _ in range(2)]

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS
 from tests.optimizer.test_full_state import build, train
+from tests.pull.shares import with_shares
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, save, sliced_tensor
 from zerox.sliced_tensor import SlicedTensor
@@ -31,6 +32,7 @@ def is_whole(state_dict: dict[str, Any]) -> bool:
     return kinds != {SlicedTensor}
 
 
+@with_shares
 def consolidates(rank: int, world_size: int, kind: str, to: int) -> None:
     model, optimizer = build(kind)
     train(model, optimizer, rank, range(2))
@@ -66,6 +68,7 @@ def test_state_dict_of_one_rank_is_whole_once_and_all_go_on_from_it(kind: str, t
     run_ranks(consolidates, 2, kind, to)
 
 
+@with_shares
 def changed(rank: int, world_size: int) -> list[str]:
     """After which changes of the state what was consolidated before them is given out."""
     given_out = []
@@ -133,6 +136,7 @@ WAYS: dict[str, Callable[[Any, FusedShardedAdam, str], Any]] = {
 }
 
 
+@with_shares
 def pickles(rank: int, world_size: int, path: str) -> dict[str, list[str]]:
     """The warnings of each way to copy or save."""
     model, optimizer = build("fp32")

@@ -14,6 +14,7 @@ from torch import nn
 import zerox
 from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import backward, batch, make_model
+from tests.pull.shares import with_shares
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -41,6 +42,7 @@ def as_in_dino(optimizer: FusedShardedAdam, state: dict[str, Any]) -> str:
     return ""
 
 
+@with_shares
 def with_rank_0_s_share(rank: int, stage: int) -> tuple[nn.Module, FusedShardedAdam, dict[str, Any], str]:
     """A resume from the file that rank 0 saved alone; with this rank's own share."""
     model, optimizer = build(stage)

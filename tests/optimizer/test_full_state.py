@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model, make_optimizer
+from tests.pull.shares import with_shares
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 from zerox import FusedShardedAdam
@@ -168,6 +169,7 @@ def test_channels_last_parameters_are_taken_in_their_own_order() -> None:
     assert torch.equal(full["state"][0]["exp_avg"], optimizer.state[model.weight]["exp_avg"])  # type: ignore[index, union-attr]
 
 
+@with_shares
 def shares_elsewhere(rank: int, world_size: int) -> str:
     _, optimizer = build("fp32")
     shares: list[Any] = [None] * world_size

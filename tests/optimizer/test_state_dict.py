@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import KINDS, backward, batch, make_model, make_optimizer
+from tests.pull.shares import with_shares
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -180,6 +181,7 @@ def test_state_that_is_not_given_starts_anew_as_in_torch(kind: str) -> None:
             assert same_bits(tensor, expected), key
 
 
+@with_shares
 def another_ranks_share(rank: int, world_size: int) -> tuple[str, bool]:
     model = make_model()
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, bucket_cap_mb=0.03)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zerox._C import FailureDetector
+from zerox._C import FailureDetector, Linger, PublishedState
 
 def view_unseen(flat: Tensor, sizes: Sequence[int], strides: Sequence[int], start: int) -> Tensor: ...
 
@@ -63,6 +63,7 @@ class Residency:
         *,
         group: ProcessGroup | None,
         failure_detector: FailureDetector | None,
+        linger: Linger | None,
         processes: Sequence[int],
         ranks: Sequence[int],
         num_holders: int,
@@ -70,6 +71,7 @@ class Residency:
         timeout: Time,
         faults: bool,
     ) -> None: ...
+    def set_state(self, state: PublishedState) -> None: ...
     def set_limit(self, nbytes: float) -> None: ...
     def take_most_bytes(self) -> int: ...
     def make_room(self, nbytes: int, device: torch.device) -> Room: ...

@@ -33,6 +33,7 @@ BEFORE_SYNC = (
     "moved values",  # are read once nothing refuses
     "join",
     "first look",
+    "pulls",  # nobody reads others' state any more, which changes next
 )
 ADOPTING = (
     "written state",  # ranks agree before buckets are made, which show state anew

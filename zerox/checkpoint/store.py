@@ -196,11 +196,11 @@ def load(
             options = groups_to_fill(optimizer, names, groups, own.names) + own.empty_groups(host)
         with ranks.failing_together(not_loaded(path)):  # after all checks: what one rank refuses changes nothing on any
             fill_groups(optimizer, options)
-            optimizer.inside.loading.start_states()
+            with optimizer.inside.loading.pulls.of_all:
+                optimizer.inside.loading.start_states()
         params.mark_written()  # each rank its shards, now that none reads any more
-        with ranks.failing_together(
-            f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
-        ):
+        part = f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
+        with ranks.failing_together(part), optimizer.inside.loading.pulls.load:
             rounded = state.load(opened.read, first)
             take_masks(optimizer, host)
             own.take_state(host, opened.tensors)

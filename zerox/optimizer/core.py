@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from zerox import _C as C
@@ -41,12 +42,29 @@ from zerox.rules.of_groups import Rules
 from zerox.update.update import Update
 
 
+class Pulls(Protocol):
+    """What ranks read of each other's state: state/pulled_state.py. To be entered around what changes it, where no rank
+    waits for another one: ``of_all`` if it changes on all ranks, ``step`` and ``load`` of step() and of loads.
+    ``is_complete``: whether all of it can be read. Between begin_step() and end_step() parameters change."""
+
+    of_all: AbstractContextManager[None]
+    step: AbstractContextManager[None]
+    load: AbstractContextManager[None]
+
+    @property
+    def is_complete(self) -> bool: ...
+    def begin_step(self) -> None: ...
+    def end_step(self) -> None: ...
+
+
 class Loading(Protocol):
     """The state of an optimizer, for what changes it: state/optimizer_state.py. ``failed``: what there is to say of
     this rank's last load_state_dict(), if that raised."""
 
     failed: str
 
+    @property
+    def pulls(self) -> Pulls: ...
     @property
     def shows(self) -> Shown: ...
     def start_states(self, capturing: bool = False) -> None:

@@ -31,7 +31,7 @@ def hand_out(core: Core, wanted: Wanted = lambda member: True) -> None:
         core.sync(SyncPoint.BROADCAST_PARAMETERS)
     gather, subgroups, model = core.gather, core.grads.subgroups, core.grads.model
     members = [member for member in core.members if wanted(member)]
-    with core.ranks.failure_told():
+    with core.ranks.failure_told(), core.loading.pulls.of_all:
         if isinstance(gather, Residency):
             _bring_home(gather, wanted, {gather.index_of[i]: bucket for i, bucket in enumerate(core.buckets)})
         else:

@@ -31,17 +31,20 @@ class Steps:
         """Inside the gather's updating()."""
         core = self.core
         groups, gather = core.groups.param_groups, core.gather
-        core.loading.start_states(capturing)
-        core.loading.note_changes()
-        if core.calls.row_grads.each:
-            gather.publish_tables(core.calls.row_grads.update(groups, core.calls.scale))
-        overlap = core.overlap is not None and not capturing
-        for run in core.update.runs(groups, capturing) if core.buckets else ():
-            for index in run:
-                gather.start(index, background=overlap)
+        core.loading.pulls.begin_step()
+        with core.loading.pulls.step:
+            core.loading.start_states(capturing)
+            core.loading.note_changes()
+            if core.calls.row_grads.each:
+                gather.publish_tables(core.calls.row_grads.update(groups, core.calls.scale))
+            overlap = core.overlap is not None and not capturing
+            for run in core.update.runs(groups, capturing) if core.buckets else ():
+                for index in run:
+                    gather.start(index, background=overlap)
         if not capturing:
             core.grads.manager.synchronizer.bump_versions()
         gather.end_step(hidden=overlap)
+        core.loading.pulls.end_step()
 
     def end(self) -> None:
         give_out(self.core.gather.elsewhere)

@@ -72,6 +72,12 @@ VARIABLES = (
         "handler of SIGSEGV fetches it; `0`: no handler, such reads raise, or end the process",
     ),
     Variable(
+        "ZEROX_STATE_PULL",
+        "run",
+        "`1` (default): a rank that saves or reads `optimizer.state_dict()` alone reads the other ranks' part in their "
+        "memory, where that is on one machine; `0`: it has its own share only",
+    ),
+    Variable(
         "ZEROX_SAY_WAIT_S",
         "run",
         "seconds after which a rank that waits for others says so on stderr, once a wait; default: 60; `0`: never",

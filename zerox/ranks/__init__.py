@@ -4,7 +4,7 @@ process_group: the argument of that name; group: the ranks, and zerox's own grou
 roll_call: who refused, failed or never came, before there is a group; polled_store: a store whose
   waits leave it free for other threads
 compared: lines that ranks compare; calls: what the user called, in errors and long waits
-last_words: tells others the error that ended a script
+last_words: tells others the error that ended a script; ends: a script's end that others wait for, or read beyond
 axes: a mesh over the ranks; model_axes: axes that parts of the model lie on; advice: what ranks on several machines
   are told
 dtensors: what is asked of DTensors; ties: what two pipeline stages share

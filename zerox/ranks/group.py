@@ -21,9 +21,10 @@ from zerox.plan import combinations
 from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.calls import say_after
 from zerox.ranks.compared import digest, first_that_differs, line_of
+from zerox.ranks.ends import stay_at_end
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.last_words import last_words
-from zerox.ranks.neighbours import find_neighbours
+from zerox.ranks.neighbours import Neighbours, find_neighbours
 from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
     GroupArgument,
@@ -41,6 +42,7 @@ from zerox.ranks.roll_call import RollCall, summary_of
 EXCHANGES = ("direct", "messages", "native")
 CPU = torch.device("cpu")
 REFUSED = "refused: "
+NO_NEIGHBOURS = Neighbours()
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,9 @@ class Origin:
 class Ranks:
     """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
 
-    ``device``: of the parameters; ``backend``: "gloo" or "nccl", which moves tensors of that device. ``neighbours``:
-    the process of each rank whose memory can be read, else 0; empty if none is to be read. ``to_given``: the user's
-    group over the same ranks; None for one rank alone. ``failure_detector``: names the rank that is missing from the
-    groups. ``on_mesh``: the axes of a mesh (replicate, shard), the inner one first; empty for any other group.
+    ``device``: of the parameters; ``backend``: "gloo" or "nccl", which moves tensors of that device. ``to_given``: the
+    user's group over the same ranks; None for one rank alone. ``failure_detector``: names the rank that is missing from
+    the groups. ``on_mesh``: the axes of a mesh (replicate, shard), the inner one first; empty for any other group.
     """
 
     rank: int
@@ -68,7 +69,7 @@ class Ranks:
     data: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
     device: torch.device = CPU
-    neighbours: tuple[int, ...] = ()
+    neighbours: Neighbours = NO_NEIGHBOURS
     to_given: weakref.ref[dist.ProcessGroup] | None = None
     origin: Origin = field(default_factory=Origin)
     failure_detector: FailureDetector | None = None
@@ -108,7 +109,7 @@ class Ranks:
 
     def axis_for_manager(self, axis: Axis) -> C.Axis:
         direct, gloo = self.exchange != "native", self.backend == "gloo"
-        return axis.for_manager(direct, gloo, self.via_host, self.neighbours)
+        return axis.for_manager(direct, gloo, self.via_host, self.neighbours.processes)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """In place, on CPU tensors, or on the accelerator's if its backend works there."""
@@ -336,9 +337,20 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
             neighbours = find_neighbours(ranks.all_gather_text, ranks.rank)
     except RuntimeError as error:
         raise RuntimeError(f"zerox: a rank did not answer while ranks looked for neighbours: {error}") from error
-    if ranks.failure_detector is not None:
-        ranks.failure_detector.set_processes(neighbours)
-    return replace(ranks, neighbours=neighbours)
+    if ranks.failure_detector is None:
+        return replace(ranks, neighbours=Neighbours(neighbours))
+    ranks.failure_detector.set_processes(neighbours)
+    return replace(ranks, neighbours=Neighbours(neighbours, _linger(ranks, neighbours)))
+
+
+def _linger(ranks: Ranks, neighbours: Sequence[int]) -> C.Linger | None:
+    """Collective."""
+    if ranks.failure_detector is None or not all(neighbours):
+        return None
+    linger = C.Linger(ranks.failure_detector, list(neighbours), ranks.rank)
+    linger.set_control_blocks([int(each) for each in ranks.all_gather_text(str(linger.address))])
+    stay_at_end()
+    return linger
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +13,15 @@ import torch
 from zerox import _C as C
 
 Gather = Callable[[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """``processes``: of each rank whose memory can be read, else 0; empty if none is to be read. ``linger``: tells who
+    may still read; None where not all ranks are neighbours."""
+
+    processes: tuple[int, ...] = ()
+    linger: C.Linger | None = None
 
 
 def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:

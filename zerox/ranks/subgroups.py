@@ -13,7 +13,8 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.ranks.axes import Axis
 from zerox.ranks.compared import first_difference, line_of
-from zerox.ranks.group import Ranks
+from zerox.ranks.group import NO_NEIGHBOURS, Ranks
+from zerox.ranks.neighbours import Neighbours
 from zerox.ranks.own_groups import same_ranks
 from zerox.ranks.process_group import ALONE, GroupArgument, choose_grid, choose_group, reference_to, timeout_of
 from zerox.ranks.roll_call import RollCall
@@ -157,7 +158,7 @@ class Subgroups:
         number = next(i for i, subgroup in enumerate(subgroups) if ranks.rank in subgroup)
         members = subgroups[number]
         if len(members) == 1:
-            made = replace(ranks, rank=0, size=1, data=None, control=None, neighbours=(), on_mesh=())
+            made = replace(ranks, rank=0, size=1, data=None, control=None, neighbours=NO_NEIGHBOURS, on_mesh=())
         else:
             group = choose_group(argument)
             assert group is not None
@@ -178,7 +179,8 @@ class Subgroups:
             control = same_ranks(group, "gloo", roll_call, timeout_of(ranks.given, "gloo"))
         for each in {control} if ranks.backend != "gloo" else {control, data}:
             ranks.failure_detector.add_group(each)
-        near = tuple(ranks.neighbours[each] for each in members) if ranks.neighbours else ()
+        processes = ranks.neighbours.processes
+        near = Neighbours(tuple(processes[each] for each in members) if processes else ())
         made = replace(ranks, rank=group.rank(), size=group.size(), data=data, control=control)
         return replace(made, to_given=reference_to(group), neighbours=near, on_mesh=())
 

@@ -98,6 +98,7 @@ class Residency:
         self.residents = C.Residency(
             group=None if all_neighbours else messages,
             failure_detector=ranks.failure_detector,
+            linger=ranks.neighbours.linger,
             processes=self.neighbours,
             ranks=self.in_order,
             num_holders=len(self.members),
@@ -128,7 +129,7 @@ class Residency:
         """Also with parameters on an accelerator: others read in the host's memory how far a shard has come."""
         ranks = self.ranks
         if ranks.device.type == "cpu" or ranks.exchange == "messages":
-            return ranks.neighbours
+            return ranks.neighbours.processes
         with ranks.failure_told():
             return find_neighbours(ranks.all_gather_text, ranks.rank)
 

@@ -55,7 +55,7 @@ def flow_of(ranks: Ranks, reads: bool) -> tuple[C.PeerMessages | DeviceMessages,
         on_device = DeviceMessages(ranks)
         return on_device, DeviceRowFlow(on_device)
     messages = C.PeerMessages(ranks.control, ranks.failure_detector)
-    return messages, C.RowFlow(messages, ranks.neighbours if reads else ())
+    return messages, C.RowFlow(messages, ranks.neighbours.processes if reads else ())
 
 
 class Rows:
@@ -72,7 +72,8 @@ class Rows:
         self.shows_mean = shows_mean
         self.shards_tables = shards_tables
         self.each: list[TableGrad] = []
-        self.reads = bool(ranks.neighbours) and all(ranks.neighbours)
+        processes = ranks.neighbours.processes
+        self.reads = bool(processes) and all(processes)
         self.messages, self.flow = flow_of(ranks, self.reads)
 
     @property

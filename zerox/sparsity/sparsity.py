@@ -203,8 +203,9 @@ class Sparsity:
                 whole[own.index] = torch.ones_like(own.bucket.param_shard, dtype=torch.bool)
             whole[own.index][own.own_elements] = kept
             slots.setdefault(own.index, []).append(own.slot)
-        for index, kept in whole.items():
-            self.optimizer.inside.buckets[index].take_mask(Mask.of(kept, slots[index]))
+        with self.optimizer.inside.loading.pulls.of_all:
+            for index, kept in whole.items():
+                self.optimizer.inside.buckets[index].take_mask(Mask.of(kept, slots[index]))
         return list(whole)
 
     def _choose(self) -> list[Tensor]:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from zerox.memory.stored import SCALE, form_of
 from zerox.plan.span import Span
+from zerox.rules.rule import MASTER, REMAINDER
 from zerox.sliced_tensor import SlicedTensor
+from zerox.state.pulled_tensor import PulledTensor
 
 
 def mark(state: dict[str, Any]) -> dict[str, Any]:
@@ -23,9 +25,14 @@ def mark(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unmark(state: Any) -> Any:
-    """The same before :func:`mark`: a slice of all elements is the tensor itself. Older files have it so."""
+    """The same before :func:`mark`: a slice of all elements is the tensor itself. Older files have it so.
+
+    Masters of a ``state_dict()`` that nobody pickled have beside them what they are stored as.
+    """
     if not isinstance(state, Mapping):
         return state
+    if isinstance(master := state.get(MASTER.key), PulledTensor) and master.int16 is not None:
+        state = {**state, REMAINDER.key: master.as_remainder()}
     return {key: value.whole() if _has_all(value) else value for key, value in state.items()}
 
 

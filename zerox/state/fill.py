@@ -82,6 +82,6 @@ def as_master(spec: StateSpec, param: Tensor, parts: Mapping[str, Tensor]) -> Te
         if remainder is not None:
             return remainder
         return remainder_of(param, given.float() if given is not None else param.float())
-    if remainder is not None:
+    if given is None and remainder is not None:
         return rounding_to(param, master_of(param, remainder))
     return given if given is not None else param

@@ -45,12 +45,22 @@ class OneState:
         self.core.sync(SyncPoint.FULL_GRAD)
         ranks = self.core.ranks
         with ranks.refusals_told():
-            self.state.start_states()
+            with self.state.pulls.of_all:
+                self.state.start_states()
             one = one_param(self.core.buckets, self.core.grads.subgroups, self.core.calls.own.params, p, call)
             given = self._to_tensors(one, values)
         one.agree(call, given)
         if not given:
             return
+        with self.state.pulls.of_all:
+            rounded = self._write(one, given)
+        self.state.note_changes()
+        say_rounded(rounded)
+
+    # ---- inside
+
+    def _write(self, one: OneParam, given: dict[str, Tensor]) -> dict[str, None]:
+        """Returns what had to be rounded."""
         rounded: dict[str, None] = {}
         if MASTER.key in given:
             master = given[MASTER.key].to(torch.float32)
@@ -64,10 +74,7 @@ class OneState:
             # Also a count that stays: an optimizer of torch's kind takes its state anew when numbers were written.
             parts.setdefault(STEP.key, self._steps_with(one, given))
             rounded |= dict.fromkeys(fill_row(one.bucket, one.own_row, parts, rest_anew=False))
-        self.state.note_changes()
-        say_rounded(rounded)
-
-    # ---- inside
+        return rounded
 
     def _to_tensors(self, one: OneParam, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """As tensors: whole ones in the parameter's order in memory, numbers of one element. ValueError for others."""

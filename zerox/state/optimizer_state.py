@@ -25,6 +25,8 @@ from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, text_for_ranks
 from zerox.state.full_state import full_state, in_full, show_in_group
 from zerox.state.own_state import as_loaded, check_own, places_of, warn_of_dcp, warn_of_others, with_own
+from zerox.state.pulled_state import PulledState, open_window
+from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
 from zerox.state.sliced_state import sliced_state, whole_form
@@ -65,6 +67,7 @@ class OptimizerState:
         self.consolidated: Consolidated | None = None
         self.failed = ""  # why this rank's last load_state_dict() raised, with several ranks
         self.shows = ShownState()
+        self.pulls = PulledState(core, self.shows, open_window(core.ranks))
         core.loading = self
         core.groups.optimizer.register_state_dict_post_hook(self._shared, prepend=True)
         core.phases.before_sync("failed load", self._refuse_failed)
@@ -80,6 +83,7 @@ class OptimizerState:
     def note_loaded(self) -> None:
         """What is in the buckets was loaded."""
         self.failed = ""
+        self.pulls.end_step()  # one that raised
         self.note_changes()
         self.core.calls.record.has_looked = False
         if not self.shows.is_as_shown(self.groups.state):  # what was written before doesn't count any more
@@ -100,8 +104,10 @@ class OptimizerState:
         if given:
             check_state(buckets, given)
             check_rows_given(tables, self.core.ranks, given)
-            fill_state(buckets, given)
-            say_rounded(dict.fromkeys(fill_rows(tables, given)))
+        with self.pulls.of_all:  # new state lies somewhere, too
+            if given:
+                fill_state(buckets, given)
+                say_rounded(dict.fromkeys(fill_rows(tables, given)))
         self._publish_state()
 
     # ---- the optimizer's calls
@@ -131,6 +137,8 @@ class OptimizerState:
             consolidated, self.consolidated = self.consolidated, None
             if consolidated.is_of(self.core.buckets):
                 return consolidated.state
+        if request is None and self.pulls.is_complete:
+            return {member.number: state for member, state in self.pulls.shown()}
         if self._is_whole_here:
             return self._with_masks() if any(bucket.mask for bucket in self.core.buckets) else None
         return {member.number: state for bucket in self.core.buckets for member, state in whole_form(bucket)}
@@ -144,13 +152,14 @@ class OptimizerState:
         return full_state(self.core.buckets, self.core.grads.subgroups, keeps=self.core.grads.model.is_first)
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        optimizer = self.groups.optimizer
+        optimizer, version = self.groups.optimizer, self.pulls.version
         try:
             with state_uncast(optimizer):
                 TorchOptimizer.load_state_dict(optimizer, state_dict)
         except Exception as error:
             if self.core.ranks.size > 1:
                 self.failed = text_for_ranks(error)
+                self.pulls.break_off(version)
             raise
 
     def full_state_dict(self, to: int) -> dict[str, Any]:
@@ -177,9 +186,10 @@ class OptimizerState:
         check_rows_given(core.tables, core.ranks, state)
         # In place: wrappers of frameworks have this list too.
         groups[:] = groups_to_take(core.rules, groups, loaded["param_groups"], self.groups.optimizer.defaults)
-        self.start_states()
-        fill_state(core.buckets, state)
-        say_rounded(dict.fromkeys(fill_rows(core.tables, state)))
+        with self.pulls.load:
+            self.start_states()
+            fill_state(core.buckets, state)
+            say_rounded(dict.fromkeys(fill_rows(core.tables, state)))
         self.note_loaded()
         self._keep_waiting(state)
 
@@ -197,6 +207,8 @@ class OptimizerState:
     def _agree_on_written(self, _: Visit) -> None:
         """RuntimeError on all ranks unless those that have a parameter's state wrote it together. Collective."""
         agree_on_written(self.shows, self.core.buckets, self.core.tables, self.core.grads.subgroups)
+        with self.pulls.of_all:
+            pass  # what was read before is older than what some ranks have written
 
     # ---- inside
 
@@ -271,7 +283,8 @@ class OptimizerState:
         core, state = self.core, self.groups.state
         if self.shows.is_as_shown(state):
             return ""
-        why = take_written(self.shows, state, core.buckets, core.tables, self.groups.param_groups)
+        with self.pulls.of_this_rank:
+            why = take_written(self.shows, state, core.buckets, core.tables, self.groups.param_groups)
         if not why:
             self.note_changes()
             self._publish_state()
@@ -285,13 +298,19 @@ class OptimizerState:
         for param in [p for p in state if isinstance(p, Tensor) and id(p) not in known]:
             del state[param]
         of_own = {param: as_loaded(param, given) for param, given in others.items() if given and id(param) in own}
-        state.update({param: copy.deepcopy(dict(given)) for param, given in others.items() if given} | of_own)
+        kept = {param: {key: _kept(value) for key, value in given.items()} for param, given in others.items() if given}
+        state.update(kept | of_own)
         self.shows.note_seen()
         if frozen := [m.quoted for m in self.core.frozen if others.get(m.param)]:
             warn_caller(
                 f"zerox: state was loaded for parameters that are frozen, as {frozen[0]}: until they are trained "
                 "zerox.save() does not have it, and full_state_dict() only if it was loaded whole",
             )
+
+
+def _kept(value: Any) -> Any:
+    """Of another optimizer's state, for as long as it has to wait."""
+    return value.share() if isinstance(value, PulledTensor) else copy.deepcopy(value)
 
 
 def _has_slices(state: Mapping[str, Any]) -> bool:

@@ -1,0 +1,1 @@
+"""State that a rank reads from its owners, alone."""

@@ -1,0 +1,367 @@
+"""State that other ranks have, read where it lies: Note [State is pulled] in csrc/peers/published_state.h."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerox import _C as C
+from zerox.calls.phases import Visit
+from zerox.memory.bucket import Bucket, Member
+from zerox.memory.forms import decode, master_of
+from zerox.memory.stored import Stored
+from zerox.optimizer.core import Core
+from zerox.params.params import ParamGather
+from zerox.plan.form import BLOCK_NUMEL, num_blocks
+from zerox.plan.layout import Segment
+from zerox.plan.span import Span
+from zerox.ranks.dtensors import cuts_of
+from zerox.ranks.group import Ranks
+from zerox.residency.residency import Residency
+from zerox.rules.rule import MASTER, REMAINDER, NumberSpec
+from zerox.state.pulled_tensor import PulledTensor
+from zerox.state.shown_state import ShownState
+
+SWITCH = "ZEROX_STATE_PULL"
+PATIENCE_S = 10.0
+CPU = torch.device("cpu")
+NOTHING: AbstractContextManager[None] = nullcontext()
+CHANGED = (
+    "zerox: this is the state before a later step() or load_state_dict() (or, with masters of 16-bit parameters that "
+    "are sharded, before these were written), and what rank {} had of it is gone: save a state_dict() before that, or "
+    "take the whole of it with full_state_dict() on all ranks"
+)
+GONE = "zerox: the optimizer of this state is gone, and with it what other ranks had of it"
+MOVED = (
+    "zerox: parameter {} was given other memory, and its shards do not have its values yet: call "
+    "optimizer.synchronize() on all ranks before one of them reads the whole state"
+)
+WRITTEN = (
+    "zerox: optimizer.state was written, and the other ranks do not know of it yet: call optimizer.synchronize() on "
+    "all ranks before one of them reads the whole state"
+)
+
+
+class Window(NamedTuple):
+    """``own``: this rank's state, for the others; ``peers``: that of all."""
+
+    own: C.PublishedState
+    peers: C.PeerStates
+
+
+def open_window(ranks: Ranks) -> Window | None:
+    """None if this rank's state can't be read by all others where it lies, or the user wants none of it. Collective."""
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be '0' or '1', got '{value}'")
+    if ranks.size == 1:
+        return None
+    can = value == "1" and ranks.device == CPU and ranks.neighbours.linger is not None
+    own = C.PublishedState()
+    told = [int(each) for each in ranks.all_gather_text(str(own.address if can else 0))]
+    if 0 in told or ranks.failure_detector is None or ranks.neighbours.linger is None:
+        return None
+    peers = C.PeerStates(
+        own=own,
+        failure_detector=ranks.failure_detector,
+        linger=ranks.neighbours.linger,
+        processes=ranks.neighbours.processes,
+        control_blocks=told,
+    )
+    return Window(own, peers)
+
+
+class Params:
+    """When this rank's parameters change with the state, of which masters are made. What was copied is of one state if
+    no change was open before, and ``number`` is the same afterwards."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.num_open = 0
+        self.updating = 0  # the thread in step(), until all have come from their owners
+
+    def begin(self) -> None:
+        self.number += 1
+        self.num_open += 1
+
+    def end(self) -> None:
+        self.num_open -= 1
+
+    @property
+    def are_changing(self) -> bool:
+        return bool(self.num_open or self.updating)
+
+
+class Changing:
+    """Around what changes state on this rank: nobody reads it meanwhile, and what was read before is of an older
+    version, unless this rank changes it alone."""
+
+    def __init__(self, own: C.PublishedState, core: Core, params: Params, what: C.StateChange) -> None:
+        self.own = own
+        self.params = params
+        self.buckets = core.buckets
+        self.gather = core.gather
+        self.what = what
+        self.seen: list[object] = []
+
+    def __enter__(self) -> None:
+        if self.what != C.StateChange.OF_THIS_RANK:
+            self.params.begin()
+        self.own.begin_change()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        now: list[object] = []
+        for bucket in self.buckets:
+            now += (bucket.state, len(bucket.numbers), bucket.param_shard)
+        tensors = None
+        if not C.has_same_objects(now, self.seen):
+            self.seen = now
+            tensors = [tensor for bucket in self.buckets for tensor in _tensors_of(bucket)]
+            residents = _sharded(self.gather)
+            if residents is not None and any(REMAINDER.key in bucket.state for bucket in self.buckets):
+                residents.set_state(self.own)
+        self.own.end_change(self.what, kind is None, tensors)
+        if self.what != C.StateChange.OF_THIS_RANK:
+            self.params.end()
+
+
+def _sharded(gather: ParamGather | Residency) -> C.Residency | None:
+    """The parameters, if they are sharded, and not whole for good since unshard()."""
+    return gather.residents if isinstance(gather, Residency) and gather.residents.has_shards else None
+
+
+def _tensors_of(bucket: Bucket) -> Iterator[Tensor]:
+    """In which a bucket's state lies on this rank: each state with its scales, if it has some, the numbers, and the
+    parameters."""
+    for stored in bucket.state.values():
+        yield stored.values
+        yield stored.values if stored.scales is None else stored.scales
+    yield from bucket.numbers.values()
+    yield bucket.param_shard
+
+
+def _num_tensors(bucket: Bucket) -> int:
+    return 2 * len(bucket.state) + len(bucket.numbers) + 1
+
+
+class Owner(NamedTuple):
+    """A rank that has ``segment`` of a parameter, its ``row``-th."""
+
+    rank: int
+    row: int
+    segment: Segment
+
+
+class PulledState:
+    """Of all ranks of an optimizer. Phases: "pulls"."""
+
+    def __init__(self, core: Core, shows: ShownState, window: Window | None) -> None:
+        self.core = core
+        self.shows = shows
+        self.window = window
+        self.params = Params()
+        self.of_all = self.of_this_rank = self.step = self.load = NOTHING
+        if window is not None:
+            self.of_all = Changing(window.own, core, self.params, C.StateChange.OF_ALL)
+            self.of_this_rank = Changing(window.own, core, self.params, C.StateChange.OF_THIS_RANK)
+            self.step = Changing(window.own, core, self.params, C.StateChange.STEP)
+            self.load = Changing(window.own, core, self.params, C.StateChange.LOAD)
+        self._directories: dict[int, tuple[int, int, list[int]]] = {}  # by rank: version, stamp and addresses
+        self._owners: dict[int, list[list[Owner]]] = {}  # by bucket and slot
+        core.phases.before_sync("pulls", self._await)
+
+    def begin_step(self) -> None:
+        """Parameters are about to change."""
+        self.params.updating = threading.get_ident()
+
+    def end_step(self) -> None:
+        """They have come from all ranks, or an operator that reads one waits for it; or were loaded."""
+        self.params.updating = 0
+
+    def break_off(self, version: int) -> None:
+        """A load has failed here, before which there was this version: nobody reads this rank's state before another
+        one succeeds."""
+        if self.window is not None:
+            is_counted = self.version != version
+            self.window.own.begin_change()
+            what = C.StateChange.OF_THIS_RANK if is_counted else C.StateChange.LOAD
+            self.window.own.end_change(what, is_whole=False, tensors=None)
+
+    @property
+    def version(self) -> int:
+        return 0 if self.window is None else self.window.own.version
+
+    def _await(self, _: Visit) -> None:
+        if self.window is not None:
+            self.window.peers.await_pulls()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the state can be pulled."""
+        core = self.core
+        if self.window is None or core.tables or core.grads.subgroups.are_many or core.calls.own.are_some:
+            return False
+        return not any(map(self._has_more, core.buckets))
+
+    def _has_more(self, bucket: Bucket) -> bool:
+        """Whether a bucket has state that is not in its tensors alone."""
+        is_cut = any(cuts_of(member.param) for member in bucket.members)
+        return is_cut or bucket.rule.on_host or bucket.mask is not None
+
+    def shown(self) -> Iterator[tuple[Member, dict[str, PulledTensor]]]:
+        """Each parameter's state in the form of full_state_dict()."""
+        assert self.window is not None
+        for index, bucket in enumerate(self.core.buckets):
+            rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
+            for slot, member in enumerate(bucket.members):
+                row, own = rows.get(slot, (-1, Segment(-1, Span(0, 0), 0)))
+                pulls = partial(partial, _pull, weakref.ref(self), self.version)
+                shown = {}
+                for spec in (bucket.rule.step, *bucket.rule.numbers):
+                    number = bucket.numbers[spec.key][max(row, 0) : row + 1].clone()
+                    pull = pulls(PulledState._number, index, slot, spec)
+                    shown[spec.key] = PulledTensor((), (), Span(0, number.numel()), number, pull)
+                for stored in bucket.state.values():
+                    key = MASTER.key if stored.spec == REMAINDER else stored.spec.key
+                    span = Span(own.param_start, own.param_start + own.span.numel)
+                    part = stored.part(slice(own.span.start, own.span.stop))
+                    params = bucket.param_of(row) if part.spec == REMAINDER and row >= 0 else None
+                    values = _widen(part, params)
+                    pull = pulls(PulledState._tensor, index, slot, stored.spec.key)
+                    shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
+                    shown[key] = PulledTensor(shape, strides, span, values, pull)
+                    if part.spec == REMAINDER:
+                        shown[key].int16 = part.values
+                yield member, shown
+
+    # ---- pulls
+
+    def _number(self, version: int, index: int, slot: int, spec: NumberSpec) -> Tensor:
+        bucket = self.core.buckets[index]
+        number = bucket.numbers[spec.key].new_zeros(1)
+        place = 2 * len(bucket.state) + list(bucket.numbers).index(spec.key)
+        for owner in self._owners_of(index, slot)[:1]:
+            self._read(owner.rank, version, index, place, owner.row, number)
+        return number.reshape(())
+
+    def _tensor(self, version: int, index: int, slot: int, key: str) -> Tensor:
+        bucket = self.core.buckets[index]
+        stored, place = bucket.state[key], 2 * list(bucket.state).index(key)
+        shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
+        whole = torch.empty_strided(shape, strides, dtype=_wide(stored), device=CPU)
+        flat = whole.as_strided((whole.numel(),), (1,))
+        is_wide = stored.values.dtype == whole.dtype
+        is_remainder = stored.spec == REMAINDER
+        number = self._await_params(version) if is_remainder else 0
+        params = self._own_params(index, slot) if is_remainder and _sharded(self.core.gather) is None else None
+        for owner in self._owners_of(index, slot):
+            own = owner.segment.span
+            span = Span(owner.segment.param_start, owner.segment.param_start + own.numel)
+            into = flat[span.start : span.stop]
+            values = into if is_wide else stored.values.new_empty(own.numel)
+            self._read(owner.rank, version, index, place, own.start, values)
+            scales = None
+            if stored.scales is not None:
+                first = own.start // BLOCK_NUMEL
+                scales = stored.scales.new_empty(num_blocks(own.stop) - first)
+                self._read(owner.rank, version, index, place + 1, first, scales)
+            if not is_wide:
+                theirs = None if params is None else params[span.start : span.stop]
+                if is_remainder and params is None:
+                    theirs = self._params(version, index, slot, owner)
+                into.copy_(_widen(Stored(stored.spec, stored.form, values, scales), theirs))
+        if params is not None and (self.params.are_changing or self.params.number != number):
+            raise RuntimeError(CHANGED.format(self.core.ranks.rank))
+        return whole
+
+    def _await_params(self, version: int) -> int:
+        """The number of this rank's parameters. On a thread beside the training they may be on their way in step(); on
+        that of the training step() has ended, by Ctrl-C."""
+        if self.params.updating == threading.get_ident():
+            self.core.gather.wait()
+            self.end_step()
+        deadline = time.monotonic() + PATIENCE_S
+        while self.params.are_changing and self.version == version and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.params.number
+
+    def _own_params(self, index: int, slot: int) -> Tensor:
+        """A parameter 1-D, of which masters are made: this rank's own copy, as its script sees it now. An owner's
+        script may be elsewhere, and have swapped in an average of weights."""
+        buffer = self.core.buckets[index].buffer
+        return buffer.in_order(slot, buffer.home(slot) if buffer.misfit(slot, "") else buffer.params[slot].detach())
+
+    def _params(self, version: int, index: int, slot: int, owner: Owner) -> Tensor:
+        """The owner's part of a sharded parameter."""
+        bucket, own = self.core.buckets[index], owner.segment
+        if not bucket.buffer.misfit(slot, "") and not bucket.buffer.is_at_home(slot):
+            raise RuntimeError(MOVED.format(bucket.members[slot].quoted))
+        values = bucket.param_shard.new_empty(own.span.numel)
+        self._read(owner.rank, version, index, _num_tensors(bucket) - 1, own.span.start, values)
+        return values
+
+    def _owners_of(self, index: int, slot: int) -> list[Owner]:
+        if index not in self._owners:
+            bucket, ranks = self.core.buckets[index], self.core.ranks
+            found: list[list[Owner]] = [[] for _ in bucket.members]
+            for rank in range(ranks.size):
+                for row, segment in enumerate(bucket.plan.layout.segments(ranks.shard_of(rank))):
+                    found[segment.slot].append(Owner(rank, row, segment))
+            self._owners[index] = found
+        return self._owners[index][slot]
+
+    def _read(self, rank: int, version: int, index: int, place: int, start: int, into: Tensor) -> None:
+        """Elements from ``start`` on of what a rank has at this place of a bucket."""
+        assert self.window is not None
+        if into.numel() == 0:
+            return
+        first = list(accumulate(map(_num_tensors, self.core.buckets), initial=0))
+        known = self._directories.get(rank)
+        if known is None or known[0] != version:
+            found = self.window.peers.read_directory(rank, version)
+            if found is None:
+                raise RuntimeError(CHANGED.format(rank))
+            known = self._directories[rank] = version, *found
+        _, stamp, addresses = known
+        if len(addresses) != first[-1]:
+            raise RuntimeError(CHANGED.format(rank))
+        address = addresses[first[index] + place] + start * into.element_size()
+        if not self.window.peers.read(rank, stamp, address, into):
+            self._directories.pop(rank, None)
+            raise RuntimeError(CHANGED.format(rank))
+
+
+def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[..., Tensor], *what: Any) -> Tensor:
+    state = to_state()
+    if state is None or state.window is None or not hasattr(state.core, "loading"):
+        raise RuntimeError(GONE)
+    state.core.ranks.check_here()
+    if failed := state.core.loading.failed:
+        raise RuntimeError(
+            f"zerox: this rank's load_state_dict() raised, so it has another state than the others: {failed}"
+        )
+    if state.shows.written:
+        raise RuntimeError(WRITTEN)
+    with C.Doing("a read of optimizer state"), C.StatePull(state.window.peers), torch.no_grad():
+        return method(state, version, *what)
+
+
+def _widen(part: Stored, params: Tensor | None) -> Tensor:
+    """Float32 or float64; a remainder with the parameter's values."""
+    if part.spec == REMAINDER:
+        return master_of(part.values.new_empty(0, dtype=torch.bfloat16) if params is None else params, part.values)
+    return decode(part).to(_wide(part))
+
+
+def _wide(stored: Stored) -> torch.dtype:
+    return torch.float64 if stored.values.dtype == torch.float64 else torch.float32
