@@ -12,6 +12,7 @@ import torch
 import zerox
 from tests.frameworks.loops import Case, make_accelerator
 from tests.hugging_face import accelerators_environment
+from tests.pull.shares import with_shares
 from tests.ranks import TIMEOUT_S, run_ranks
 
 SAVED = "accelerator.save_state()"
@@ -34,25 +35,42 @@ def step(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 def save_alone(rank: int, world_size: int, stage: int, folder: str) -> str:
     """As 91 of diffusers' examples do."""
+    whole: dict[str, Any] = {}
     with accelerators_environment(rank, world_size):
         accelerator, model, optimizer = prepared(stage)
         try:
             for number in range(3):
                 step(accelerator, model, optimizer)
+                if number == 1:
+                    whole = optimizer.optimizer.full_state_dict()
                 if accelerator.is_main_process and number == 1:
                     accelerator.save_state(folder)
         except RuntimeError as error:
             return str(error)
+    if rank == 0:
+        saved = torch.load(Path(folder, "optimizer.bin"), weights_only=True)
+        for number, state in whole["state"].items():
+            assert all(torch.equal(value, saved["state"][number][key]) for key, value in state.items())
     return "no error"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_save_of_the_main_process_alone_is_whole(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(save_alone, 2, stage, str(tmp_path)) == ["no error"] * 2
+
+
+def save_share_alone(rank: int, world_size: int, stage: int, folder: str) -> str:
+    return str(with_shares(save_alone)(rank, world_size, stage, folder))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_save_of_the_main_process_alone_is_named_and_how_to_do_it(stage: int, tmp_path: Path) -> None:
-    for said in run_ranks(save_alone, 2, stage, str(tmp_path)):
+    for said in run_ranks(save_share_alone, 2, stage, str(tmp_path)):
         assert f"rank 1 is in step() while rank 0 is in {SAVED}: call {SAVED} on all ranks" in said
         assert "join" not in said
 
 
+@with_shares
 def save_before_a_barrier(rank: int, world_size: int, folder: str) -> tuple[float, str]:
     with accelerators_environment(rank, world_size):
         accelerator, model, optimizer = prepared(2)

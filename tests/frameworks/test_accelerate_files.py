@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.frameworks.loops import MOST, OPTIONS, SCALE, Case, Normed, make_accelerator, make_loader, make_optimizer
 from tests.hugging_face import ALONE, accelerators_environment, run_anywhere
+from tests.pull.shares import with_shares
 from zerox import FusedShardedAdam
 
 HALF = 4
@@ -180,6 +181,7 @@ def test_each_machine_s_file_is_whole(tmp_path: Path) -> None:
     assert sum(one) == sum(param.numel() for param in Normed().parameters())
 
 
+@with_shares
 def share_is_refused(rank: int, world_size: int) -> None:
     with accelerators_environment(rank, world_size):
         training = Training(world_size, Case(), torch.float32)
@@ -197,3 +199,21 @@ def share_is_refused(rank: int, world_size: int) -> None:
 
 def test_a_share_is_not_taken_for_the_state() -> None:
     run_anywhere(share_is_refused, 2)
+
+
+def saved_by_hand(rank: int, world_size: int, path: Path) -> None:
+    """As by a Trainer that nobody adopted."""
+    with accelerators_environment(rank, world_size):
+        training = Training(world_size, Case(), torch.float32)
+        training.steps(0, 1)
+        whole = training.optimizer.optimizer.full_state_dict()
+        if rank == 0:
+            torch.save(training.optimizer.state_dict(), path)
+            saved = torch.load(path, weights_only=True)
+            assert same(saved["state"], whole["state"])
+            torch.optim.AdamW(Normed().parameters()).load_state_dict(saved)
+        dist.barrier()
+
+
+def test_what_one_rank_saves_by_hand_is_whole(tmp_path: Path) -> None:
+    run_anywhere(saved_by_hand, 2, tmp_path / "optimizer.pt")

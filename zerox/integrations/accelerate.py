@@ -67,10 +67,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_consolidated = True
 
     def state_dict(self) -> dict[str, Any]:
-        """RuntimeError with several ranks, unless it was consolidated: one rank's file would lack the others' state."""
+        """RuntimeError where it is one rank's share and was not consolidated: its file would lack the others' state."""
         if self._whole is not None:
             return self._whole
-        if self.optimizer.inside.ranks.size > 1 and not self._is_consolidated and dcp_request() is None:
+        inside = self.optimizer.inside
+        is_share = inside.ranks.size > 1 and not inside.loading.pulls.is_complete
+        if is_share and not self._is_consolidated and dcp_request() is None:
             raise RuntimeError(
                 "zerox: state_dict() of a prepared optimizer is one rank's share of the state. To save all of it call "
                 "accelerator.save_state() or zerox.save() on all ranks, or first optimizer.consolidate_state_dict(); "
@@ -83,9 +85,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def whole(self, to: Sequence[int]) -> Iterator[None]:
-        """Inside, state_dict() is whole on ranks ``to``. Collective."""
+        """Inside, state_dict() is whole on ranks ``to``. Collective, unless others' state is read where it lies."""
         ranks = self.optimizer.inside.ranks
-        for rank in to if ranks.size > 1 else ():
+        for rank in to if ranks.size > 1 and not self.optimizer.inside.loading.pulls.is_complete else ():
             self.optimizer.consolidate_state_dict(rank)
             if rank == ranks.rank:
                 self._whole = self.optimizer.state_dict()
