@@ -2,8 +2,7 @@
 another model follows the parameters.
 
 ``clip_grad`` is above the norm of the head's 4 million weights, and at times below that of others: torch's sum of so
-many squares in float32 is off by 2e-4 on a CPU, and that of zerox in stages 2 and 3 is not. Each save is one rank's
-share of the optimizer.
+many squares in float32 is off by 2e-4 on a CPU, and that of zerox in stages 2 and 3 is not.
 """
 
 from __future__ import annotations

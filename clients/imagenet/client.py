@@ -1,6 +1,6 @@
 """PyTorch's example for ImageNet: SGD with momentum, batch norm, and an evaluation on all ranks after each epoch.
 
-Each rank saves its own share of the optimizer into the same file, as the script as it is writes the same state twice.
+All ranks save to one path, and write the same bytes.
 """
 
 from __future__ import annotations

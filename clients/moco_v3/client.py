@@ -1,6 +1,6 @@
 """MoCo v3: a second encoder follows the first without training, by new data for its parameters in each forward.
 
-It runs under torch's scaler in 16 bits. Each save is one rank's share of the optimizer.
+It runs under torch's scaler in 16 bits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 the optimizer is built before the model is wrapped.
 
 DDP averages the sum of earlier means and the new gradients, as stage 1 does. Stages 2 and 3 add up means, so the last
-bit may be another. Each save is one rank's share of the optimizer.
+bit may be another.
 """
 
 from __future__ import annotations
