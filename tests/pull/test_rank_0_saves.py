@@ -643,7 +643,7 @@ def interrupted(rank: int, world_size: int) -> None:
     with patch.object(gather, "end_step", stopped), suppress(KeyboardInterrupt):
         train(model, optimizer, rank, range(2, 3))
     found = saved(optimizer.state_dict()) if rank == 0 else b""
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 10, "it did not wait for its patience"
     dist.barrier()
     expected = full(optimizer)
     if rank == 0:
