@@ -20,7 +20,7 @@ struct Kept {
   std::shared_ptr<const void> what;
 };
 
-struct All {
+struct Lists {
   pid_t process = getpid();
   Mutex<LockRank::lingering> mutex;  // of all below
   std::vector<std::weak_ptr<Linger>> made;
@@ -31,10 +31,10 @@ struct All {
 };
 
 // Leaked, as its thread may outlive everything. A forked child has no such thread, and one of its own if it trains.
-All& lists() {
-  static std::atomic<All*> one = new All;
-  All* found = one;
-  if (found->process != getpid()) one = found = new All;
+Lists& lists() {
+  static std::atomic<Lists*> one = new Lists;
+  Lists* found = one;
+  if (found->process != getpid()) one = found = new Lists;
   return *found;
 }
 
