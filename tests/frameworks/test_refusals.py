@@ -26,6 +26,7 @@ from tests.frameworks.trainers import ZeroxTrainer, arguments, make_data, make_m
 from tests.hugging_face import accelerators_environment, run_anywhere
 from tests.optimizer.models import batch
 from tests.optimizer.models import make_model as make_mixed
+from tests.pull.shares import with_shares
 from zerox import FusedShardedAdam
 from zerox.grads.placeholder import ShardedGrad
 from zerox.integrations import requirements
@@ -181,6 +182,7 @@ def test_nothing_is_sent_inside_no_sync() -> None:
     run_anywhere(nothing_is_sent, 2)
 
 
+@with_shares
 def share_not_saved(rank: int, world_size: int, folder: Path) -> None:
     """Trainer saves on rank 0 alone."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
