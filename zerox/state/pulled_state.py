@@ -82,13 +82,14 @@ def open_window(ranks: Ranks) -> Window | None:
 
 
 class Params:
-    """When this rank's parameters change with the state, of which masters are made. What was copied is of one state if
-    no change was open before, and ``number`` is the same afterwards."""
+    """What all Changing of a rank share: when its parameters change, of which masters are made. What was copied of them
+    is of one state if no change was open before, and ``number`` is the same afterwards."""
 
     def __init__(self) -> None:
         self.number = 0
         self.num_open = 0
         self.updating = 0  # the thread in step(), until all have come from their owners
+        self.published: list[object] = []  # the objects in which the state lay when its tensors were last published
 
     def begin(self) -> None:
         self.number += 1
@@ -112,7 +113,6 @@ class Changing:
         self.buckets = core.buckets
         self.gather = core.gather
         self.what = what
-        self.seen: list[object] = []
 
     def __enter__(self) -> None:
         if self.what != C.StateChange.OF_THIS_RANK:
@@ -124,8 +124,8 @@ class Changing:
         for bucket in self.buckets:
             now += (bucket.state, len(bucket.numbers), bucket.param_shard)
         tensors = None
-        if not C.has_same_objects(now, self.seen):
-            self.seen = now
+        if not C.has_same_objects(now, self.params.published):
+            self.params.published = now
             tensors = [tensor for bucket in self.buckets for tensor in _tensors_of(bucket)]
             residents = _sharded(self.gather)
             if residents is not None and any(REMAINDER.key in bucket.state for bucket in self.buckets):
