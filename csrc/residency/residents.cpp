@@ -92,6 +92,7 @@ void Residents::set_limit(size_t bytes) {
 }
 
 void Residents::release_all() {
+  turns_.await_ahead();
   const BucketCopies::Lock lock(copies_.mutex);
   for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) copies_.release_if_free(bucket, lock);
 }

@@ -109,6 +109,7 @@ class Residents {
 
   // For tests: everything is released as soon as no operator uses it.
   void set_hostile(bool hostile) { copies_.set_hostile(hostile); }
+  // What nobody reads now, with what was to come ahead.
   void release_all();
 
   ResidentCounts counts();

@@ -228,6 +228,11 @@ bool Turns::is_updating() const {
   return is_updating_;
 }
 
+void Turns::await_ahead() {
+  BucketCopies::Lock lock(copies_.mutex);
+  copies_.changed.wait(lock, [this] { return !is_looking_ahead_; });
+}
+
 void Turns::await_ahead(int64_t bucket) {
   BucketCopies::Lock lock(copies_.mutex);
   copies_.changed.wait(lock, [&] { return !is_looking_ahead_ || !copies_.uses(lock).is_pinned(bucket); });

@@ -58,6 +58,8 @@ class Turns {
   bool is_updating() const;
   void end_update();
 
+  // Nothing is fetched ahead until another bucket is read.
+  void await_ahead();
   // Returns when the bucket is not fetched ahead.
   void await_ahead(int64_t bucket);
   // No thread of this rank fetches anything any more.
