@@ -97,6 +97,13 @@ inline c10::Stream high_priority_stream(c10::Device device) {
   return Guard(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
+// Of streams that nothing else takes: others come from torch's pools of the highest and the default priority, in turn,
+// and may be one on which a collective waits for another rank.
+inline c10::Stream stream_of_copies(c10::Device device) {
+  constexpr int kBetween = -1;  // a priority above the default
+  return Guard(device.type()).getNewStream(device, kBetween);
+}
+
 // As tensor.storage().data_ptr(), which raises for a released parameter if ZEROX_FAULTS=0.
 inline const c10::DataPtr& data_ptr_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();

@@ -11,12 +11,18 @@
 #include "bindings/destroyed_without_gil.h"
 #include "exchange/collectives.h"
 #include "exchange/exchange.h"
+#include "exchange/state_tensors.h"
 #include "peers/failure_detector.h"
 #include "peers/linger.h"
 #include "peers/long_waits.h"
 #include "peers/neighbours.h"
 #include "peers/peer_states.h"
 #include "peers/published_state.h"
+#include "peers/readers_by_message.h"
+#include "peers/readers_in_memory.h"
+#include "peers/state_questions.h"
+#include "peers/state_server.h"
+#include "peers/states_in_memory.h"
 
 namespace zx {
 namespace {
@@ -53,20 +59,6 @@ struct NamedWait : LongWait {
       : LongWait(say_after, [waiting] { return waiting; }) {}
 };
 
-class Tensors : public PublishedState::Places {
- public:
-  explicit Tensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
-  std::vector<int64_t> addresses() const override {
-    std::vector<int64_t> found;
-    found.reserve(tensors_.size());
-    for (const at::Tensor& each : tensors_) found.push_back(reinterpret_cast<int64_t>(each.const_data_ptr()));
-    return found;
-  }
-
- private:
-  const std::vector<at::Tensor> tensors_;
-};
-
 }  // namespace
 
 void bind_exchange(py::module_& m) {
@@ -89,7 +81,7 @@ void bind_exchange(py::module_& m) {
       .def(py::init(&make_failure_detector), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
            py::arg("world"), py::arg("timeout"), py::arg("say_after"))
       .def("set_processes", &FailureDetector::set_processes, py::arg("processes"), Release())
-      .def("add_group", &FailureDetector::add_group, py::arg("group"), Release())
+      .def("add_group", &FailureDetector::add_group, py::arg("group"), py::arg("for_questions") = false, Release())
       .def(
           "await_", [](FailureDetector& self, Work work) { self.await({std::move(work)}, {}, kUnknownRank); },
           py::arg("work"), Release())
@@ -105,51 +97,67 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("address", &PublishedState::address)
       .def_property_readonly("version", &PublishedState::version)
       .def("begin_change", &PublishedState::begin_change)
+      .def("note_change", &PublishedState::note_change)
       .def(
           "end_change",
           [](PublishedState& self, StateChange what, bool is_whole, std::optional<std::vector<at::Tensor>> tensors) {
-            self.end_change(what, is_whole, tensors ? std::make_unique<Tensors>(std::move(*tensors)) : nullptr);
+            self.end_change(what, is_whole, tensors ? std::make_shared<StateTensors>(std::move(*tensors)) : nullptr);
           },
           py::arg("what"), py::arg("is_whole"), py::arg("tensors"));
+  py::class_<StateServer, std::shared_ptr<StateServer>>(m, "StateServer")
+      .def(py::init([](const Group& group, bool is_pinned) {
+             return destroyed_without_gil(new StateServer(group, is_pinned), /*also_at_exit=*/false);
+           }),
+           py::arg("group"), py::arg("is_pinned"))
+      .def("serve", [](StateServer& self, const std::shared_ptr<PublishedState>& state) { self.serve(state); });
+  py::class_<StateSource, std::shared_ptr<StateSource>>(m, "StateSource");
+  py::class_<StateQuestions, StateSource, std::shared_ptr<StateQuestions>>(m, "StateQuestions")
+      .def(py::init<const Group&>(), py::arg("group"));
+  py::class_<StatesInMemory, StateSource, std::shared_ptr<StatesInMemory>>(m, "StatesInMemory")
+      .def(py::init([](std::vector<int64_t> processes, std::vector<uint64_t> control_blocks) {
+             return std::make_shared<StatesInMemory>(StateReader(std::move(processes), std::move(control_blocks)));
+           }),
+           py::arg("processes"), py::arg("control_blocks"));
   py::class_<Linger, std::shared_ptr<Linger>>(m, "Linger")
-      .def(py::init(
-               [](const std::shared_ptr<FailureDetector>& failure_detector, std::vector<int64_t> processes, int rank) {
-                 auto made = std::make_shared<Linger>(failure_detector, std::move(processes), rank);
-                 Linger::list(made);
-                 return made;
-               }),
-           py::arg("failure_detector"), py::arg("processes"), py::arg("rank"))
-      .def("set_control_blocks", &Linger::set_control_blocks, py::arg("by_rank"))
-      .def_property_readonly("address", &Linger::address)
+      .def(py::init<const std::shared_ptr<FailureDetector>&, std::vector<int64_t>, int>(), py::arg("failure_detector"),
+           py::arg("processes"), py::arg("rank"))
+      .def(
+          "read_in_memory",
+          [](const std::shared_ptr<Linger>& self, std::vector<uint64_t> control_blocks) {
+            self->set_readers(
+                std::make_unique<ReadersInMemory>(self->processes(), std::move(control_blocks), self->control_block()));
+            Linger::list(self);
+          },
+          py::arg("control_blocks"))
+      .def(
+          "tell_by_message",
+          [](const std::shared_ptr<Linger>& self, const Group& group, std::shared_ptr<StateServer> server,
+             std::shared_ptr<StateQuestions> questions) {
+            self->set_readers(std::make_unique<ReadersByMessage>(group, std::move(server), std::move(questions)));
+            Linger::list(self);
+          },
+          py::arg("group"), py::arg("server"), py::arg("questions"))
+      .def_property_readonly("address", [](const Linger& self) { return self.control_block()->address(); })
       .def_property_readonly("rank", &Linger::rank)
       .def_property_readonly("processes", &Linger::processes)
       .def_property_readonly("timeout", &Linger::timeout)
       .def_property_readonly("has_given_up", &Linger::has_given_up)
-      .def("readers", &Linger::readers)
-      .def("end", &Linger::end)
+      .def("readers", &Linger::readers, Release())
+      .def("end", &Linger::end, Release())
       .def("end_waits", &Linger::end_waits, Release())
       .def_static("all", &Linger::all)
       .def_static("free_no_more", &Linger::free_no_more, Release());
   py::class_<PeerStates, std::shared_ptr<PeerStates>>(m, "PeerStates")
       .def(py::init([](std::shared_ptr<PublishedState> own, std::shared_ptr<FailureDetector> failure_detector,
-                       std::shared_ptr<Linger> linger, std::vector<int64_t> processes,
-                       std::vector<uint64_t> control_blocks) {
-             auto* const made = new PeerStates(std::move(own), std::move(failure_detector), std::move(linger),
-                                               std::move(processes), std::move(control_blocks));
+                       std::shared_ptr<Linger> linger, std::shared_ptr<StateSource> others) {
+             auto* const made =
+                 new PeerStates(std::move(own), std::move(failure_detector), std::move(linger), std::move(others));
              return destroyed_without_gil(made, /*also_at_exit=*/false);  // then others may still read the state
            }),
-           py::kw_only(), py::arg("own"), py::arg("failure_detector"), py::arg("linger"), py::arg("processes"),
-           py::arg("control_blocks"))
+           py::kw_only(), py::arg("own"), py::arg("failure_detector"), py::arg("linger"), py::arg("others"))
       .def("await_pulls", &PeerStates::await_pulls, Release())
-      .def(
-          "read_directory",
-          [](const PeerStates& self, int rank, int64_t version) {
-            const auto found = self.read_directory(rank, version);
-            return found ? std::optional(std::pair(found->stamp, found->addresses)) : std::nullopt;
-          },
-          py::arg("rank"), py::arg("version"), Release())
-      .def("read", &PeerStates::read, py::arg("rank"), py::arg("stamp"), py::arg("address"), py::arg("into"),
-           Release());
+      .def("read", &PeerStates::read, py::kw_only(), py::arg("rank"), py::arg("version"), py::arg("num_places"),
+           py::arg("place"), py::arg("start"), py::arg("into"), Release());
   using PyPull = Within<PeerStates::Pull, std::reference_wrapper<PeerStates>>;
   py::class_<PyPull>(m, "StatePull")
       .def(py::init([](PeerStates& states) { return std::make_unique<PyPull>(std::ref(states)); }), py::arg("states"),

@@ -72,7 +72,12 @@ namespace zx {
 //   AskedStorages                          AddressRange                     the same            AskedStorages::mutex_
 //   SparePages                             AddressRange                     the same            SparePages::mutex_
 //   ShardServer                            its thread, Publisher            the same            ShardServer::mutex_
-//   ShardQuestions: tags                   whoever asks                     the same            ShardQuestions::mutex_
+//   QuestionServer                         its thread, whoever answers      the same            QuestionServer::mutex_
+//   Questions: tags                        whoever asks                     the same            Questions::mutex_
+//   StateQuestions: who asks               whoever asks                     the same            StateQuestions::mutex_
+//   StateServer: what is served            optimizer's caller               its thread          StateServer::mutex_
+//   PeerStates: others' directories        whoever reads state              the same            PeerStates::mutex_
+//   ReadersByMessage: who is gone          whoever lingers                  the same            ReadersByMessage::mutex_
 //   Guards: watchers, roles, regions       whoever makes a ReadGuard, and   readers             Guards::mutex
 //                                            readers
 //   who handles SIGSEGV                    AddressRange, Readers            the same            fault_mutex()
@@ -80,7 +85,8 @@ namespace zx {
 //   which Residency objects there are      whoever makes one                the same            residency.cpp's all()
 //   which Linger objects there are, and    whoever makes one, or deletes    the same, and the   linger.cpp's lists()
 //     what lingers                         an optimizer                     thread that frees
-//   PublishedState                         whoever changes state            the same            PublishedState::mutex_
+//   PublishedState                         whoever changes state            readers             PublishedState::mutex_
+//   StateTensors: a device's last change   whoever changes state            readers             StateTensors::mutex_
 //   leases that ended under a lock         whoever lets go of a tensor      whoever ends one    lease.cpp's late()
 //
 // A thread takes them in this order, which csrc/locks.h has as a type, and holds at most one of a line:
@@ -92,14 +98,14 @@ namespace zx {
 //   TwoLevelExchange's mutex (waits); Residents::keep_for_others()'s own; linger.cpp's lists(); residency.cpp's all()
 //   BucketCopies::mutex; Airborne::mutex_
 //   DeviceRoom::mutex_; SparePages::mutex_; AskedStorages::mutex_; fault_mutex(); ShardServer::mutex_;
-//     ShardQuestions::mutex_; BothPending::mutex_; Streams::mutex_; Worker::mutex_; Permits::mutex_;
-//     FlightLog::first_messages_ (waits); FlightLog::mutex_; ControlBlock::keep_for_others()'s own;
-//     other_reducers.cpp's
-//   FailureDetector::mutex_ (waits in the end); LongWaits::mutex_
+//     StateQuestions::mutex_; StateServer::mutex_; PeerStates::mutex_; ReadersByMessage::mutex_; BothPending::mutex_;
+//     Streams::mutex_; Worker::mutex_; Permits::mutex_; FlightLog::first_messages_ (waits); FlightLog::mutex_;
+//     ControlBlock::keep_for_others()'s own; other_reducers.cpp's
+//   FailureDetector::mutex_ (waits in the end); LongWaits::mutex_; QuestionServer::mutex_; Questions::mutex_
 //   LastSeen::mutex_
 //   Guards::mutex
 //   addresses(); total_mutex of a kernel; PublishedState::mutex_
-//   lease.cpp's late()
+//   StateTensors::mutex_; lease.cpp's late()
 //
 // A thread waits for no device, no message, no other rank and no other thread under any of them but these:
 // - Synchronizer::mutex_ is held while ranks wait for each other.

@@ -206,9 +206,9 @@ void FailureDetector::add_control_block(std::shared_ptr<ControlBlock> control_bl
   control_blocks_.push_back(std::move(control_block));
 }
 
-void FailureDetector::add_group(Group group) {
+void FailureDetector::add_group(Group group, bool for_questions) {
   const std::lock_guard lock(mutex_);
-  connections_.groups.push_back(std::move(group));
+  (for_questions ? connections_.for_questions : connections_.groups).push_back(std::move(group));
 }
 
 WaitingFor FailureDetector::waiting_for(int peer) const {
@@ -293,6 +293,7 @@ void FailureDetector::leave(const std::string& what) {
 }
 
 void FailureDetector::end() {
+  stand_outside("its end of the script");  // for who waits for an answer that does not come
   const std::lock_guard lock(mutex_);
   if (!conclusion_.empty()) return;
   conclusion_ = named({rank_}) + " has come to the end of its script";
@@ -307,11 +308,10 @@ void FailureDetector::give_up(int missed, bool late, const std::string& what, in
     });
   }
   for (const auto& control_block : control_blocks_) (*control_block)[ControlBlock::status] = status;
-  if (store_) close_connections();
-}
-
-void FailureDetector::close_connections() {
-  for (const Group& group : connections_.groups) zx::close_connections(group);
+  if (!store_) return;
+  for (const Group& group : connections_.groups) close_connections(group);
+  if (status == ControlBlock::kEnded) return;
+  for (const Group& group : connections_.for_questions) close_connections(group);
 }
 
 // A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.

@@ -49,9 +49,10 @@ void abort_work(const Work& work);
 // Of a gloo group: whoever waits for this rank there, or will, is told that it is gone.
 void close_connections(const Group& group);
 
-// Groups of ranks, and messages of theirs that were aborted.
+// Groups of ranks, and messages of theirs that were aborted. `for_questions`: in which ranks at their end still answer.
 struct Connections {
   std::vector<Group> groups;
+  std::vector<Group> for_questions{};
   std::vector<Work> aborted{};
 };
 
@@ -70,8 +71,8 @@ class FailureDetector {
   std::vector<int64_t> processes() const;
   std::chrono::milliseconds timeout() const { return timeout_; }
 
-  // One more group to be closed.
-  void add_group(Group group);
+  // One more group to be closed; by end() not if ranks at their end still answer there.
+  void add_group(Group group, bool for_questions = false);
   // What others look into, to be told when this rank gives up.
   void add_control_block(std::shared_ptr<ControlBlock> control_block);
 
@@ -104,7 +105,7 @@ class FailureDetector {
   auto reading(int peer, const Body& body) const {
     try {
       LongWait wait(say_after_, [this, peer] { return waiting_for(peer); });
-      return body();
+      return body(wait);
     } catch (const std::exception& error) {
       throw std::runtime_error("zerox: rank " + std::to_string(peer) + " can't be read: " + reason_of(error));
     }
@@ -138,7 +139,6 @@ class FailureDetector {
   WaitingFor waiting_for(int peer) const;
   std::string advice() const;
   void give_up(int missed, bool late, const std::string& what, int64_t status = ControlBlock::kGaveUp);
-  void close_connections();
 
   Connections connections_;
   c10::intrusive_ptr<c10d::Store> store_;

@@ -8,7 +8,7 @@
 
 #include "locks.h"
 #include "peers/pause.h"
-#include "peers/poll.h"
+#include "peers/readers_in_memory.h"
 
 namespace zx {
 namespace {
@@ -65,15 +65,12 @@ void watch_kept() {
 
 Linger::Linger(const std::shared_ptr<FailureDetector>& failure_detector, std::vector<int64_t> processes, int rank)
     : failure_detector_(failure_detector),
-      neighbours_(processes),
       processes_(std::move(processes)),
       rank_(rank),
       timeout_(failure_detector->timeout()),
-      own_(std::make_shared<ControlBlock>(num_words)) {
+      own_(std::make_shared<ControlBlock>(ReadersInMemory::num_words)) {
   failure_detector->add_control_block(own_);
 }
-
-Linger::~Linger() { ControlBlock::keep_for_others(own_); }
 
 void Linger::list(const std::shared_ptr<Linger>& made) {
   const std::lock_guard lock(lists().mutex);
@@ -115,29 +112,12 @@ void Linger::free_no_more() {
   }
 }
 
-bool Linger::may_read(int rank) const {
-  const auto word = [&](size_t which) { return word_at(neighbours_, rank, control_blocks_[rank], which); };
-  try {
-    return word(num_readers) > 0 && word(is_at_end) == 0 && word(ControlBlock::status) == 0;
-  } catch (const std::exception&) {  // it is gone
-    return false;
-  }
-}
-
 std::vector<int> Linger::readers() const {
   std::vector<int> found;
-  for (int rank = 0; rank < static_cast<int>(control_blocks_.size()); ++rank) {
-    if (rank != rank_ && may_read(rank)) found.push_back(rank);
+  for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank) {
+    if (rank != rank_ && others_->may_read(rank)) found.push_back(rank);
   }
   return found;
-}
-
-bool Linger::has_ended(int rank) const {
-  try {
-    return word_at(neighbours_, rank, control_blocks_.at(rank), is_at_end) != 0;
-  } catch (const std::exception&) {  // reading it says more
-    return false;
-  }
 }
 
 void Linger::end_waits() const {

@@ -1,7 +1,6 @@
 // Keeps what others may read of this rank, until they read nothing any more.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -10,7 +9,7 @@
 
 #include "peers/control_block.h"
 #include "peers/failure_detector.h"
-#include "peers/neighbours.h"
+#include "peers/other_readers.h"
 
 namespace zx {
 
@@ -19,30 +18,29 @@ namespace zx {
 // take no part in that. So they can't know that they are needed. Rank 0 saves after its last step, when the others are
 // through with their scripts: their optimizers are deleted, and their processes would end.
 //
-// So each rank has a word in a control block that says whether it may still read. It may while a Reader lives, that of
-// an optimizer or of sharded parameters, and until its script has come to its end. What it has itself lingers until no
-// other rank may read it: keep() has what was deleted, and zerox/ranks/ends.py lets the process live on, for no longer
-// than the group's timeout. Ranks that are gone, or gave up, read nothing.
+// So each rank says whether it may still read: OtherReaders, in a control block or by message. It may while a Reader
+// lives, that of an optimizer or of sharded parameters, and until its script has come to its end. What it has itself
+// lingers until no other rank may read it: keep() has what was deleted, and zerox/ranks/ends.py lets the process live
+// on, for no longer than the group's timeout. Ranks that are gone, or gave up, read nothing.
 //
 // A rank whose script is at its end comes nowhere any more. Those who wait for it there must not wait for the timeout:
 // FailureDetector::end() tells them.
 
 class Linger {
  public:
-  // `processes`: of all ranks, none of them 0; `rank`: this one.
+  // `processes`: of all ranks, 0 for those of other machines; `rank`: this one.
   Linger(const std::shared_ptr<FailureDetector>& failure_detector, std::vector<int64_t> processes, int rank);
-  // By rank; others read this rank's at address().
-  void set_control_blocks(std::vector<uint64_t> by_rank) { control_blocks_ = std::move(by_rank); }
-  uint64_t address() const { return own_->address(); }
-  ~Linger();
+  // Before any other call. This rank's control block is for OtherReaders that look into it.
+  void set_readers(std::unique_ptr<OtherReaders> others) { others_ = std::move(others); }
+  const std::shared_ptr<ControlBlock>& control_block() const { return own_; }
   Linger(const Linger&) = delete;
   Linger& operator=(const Linger&) = delete;
 
   // While one lives, this rank may read.
   class Reader {
    public:
-    explicit Reader(std::shared_ptr<Linger> linger) : linger_(std::move(linger)) { ++(*linger_->own_)[num_readers]; }
-    ~Reader() { --(*linger_->own_)[num_readers]; }
+    explicit Reader(std::shared_ptr<Linger> linger) : linger_(std::move(linger)) { linger_->others_->count_reader(1); }
+    ~Reader() { linger_->others_->count_reader(-1); }
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
 
@@ -53,7 +51,7 @@ class Linger {
   // The other ranks that may read. Any thread may ask.
   std::vector<int> readers() const;
   // Whether a rank's script has come to its end: nothing of it changes any more. Never throws.
-  bool has_ended(int rank) const;
+  bool has_ended(int rank) const { return others_->has_ended(rank); }
 
   // Keeps it until readers() are none; a thread looks. Never throws.
   static void keep(std::shared_ptr<const Linger> linger, std::shared_ptr<const void> what);
@@ -65,7 +63,7 @@ class Linger {
   static std::vector<std::shared_ptr<Linger>> all();
   // What is kept stays for ever. Not to be called with the GIL.
   static void free_no_more();
-  void end() { (*own_)[is_at_end] = 1; }
+  void end() { others_->say_end(); }
   // Ends waits for this rank, which will not come.
   void end_waits() const;
   // Another rank, or this one, has said that it is over.
@@ -75,17 +73,12 @@ class Linger {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  enum Word : size_t { num_readers = ControlBlock::first_free, is_at_end, num_words };
-
-  bool may_read(int rank) const;
-
   const std::weak_ptr<FailureDetector> failure_detector_;
-  const Neighbours neighbours_;
   const std::vector<int64_t> processes_;
   const int rank_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<ControlBlock> own_;
-  std::vector<uint64_t> control_blocks_{};  // their addresses, by rank
+  std::unique_ptr<OtherReaders> others_{};
 };
 
 }  // namespace zx

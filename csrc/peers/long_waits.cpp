@@ -41,7 +41,7 @@ void say(const std::string& line) {
 bool AwaitedMessage::end_if_lost() {
   if (group_ == nullptr || is_lost_ || is_connected()) return false;
   is_lost_ = true;
-  abort();
+  work_->abort();
   return true;
 }
 
@@ -66,11 +66,11 @@ LongWait::~LongWait() {
   current_ = outer_;
 }
 
-bool LongWait::await(c10d::ProcessGroup& group, c10d::Work& work, int peer) {
+bool LongWait::await(c10d::ProcessGroup& group, c10d::Work& work, int peer, bool is_answer) {
   auto& mutex = LongWaits::all().mutex_;
   {
     const std::lock_guard lock(mutex);
-    message_ = {group, work, peer};
+    message_ = {group, work, peer, is_answer};
   }
   const bool is_through = work.wait();
   if (!is_through) check();
@@ -152,7 +152,7 @@ void LongWaits::end_vain_waits() {
     wait->why_ = c10::str(waiting.whom, " is in ", where, ", and waits there for rank ", waiting.rank, ", which is in ",
                           call, ": call ", call, " on all ranks");
     wait->is_vain_ = true;
-    wait->message_.abort();
+    wait->message_.end_if_vain();
   }
 }
 

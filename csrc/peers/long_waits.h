@@ -41,13 +41,14 @@ class NeverComes : public std::runtime_error {
 class AwaitedMessage {
  public:
   AwaitedMessage() = default;  // none
-  AwaitedMessage(c10d::ProcessGroup& group, c10d::Work& work, int peer) : group_(&group), work_(&work), peer_(peer) {}
+  AwaitedMessage(c10d::ProcessGroup& group, c10d::Work& work, int peer, bool is_answer)
+      : group_(&group), work_(&work), peer_(peer), is_answer_(is_answer) {}
 
   // Ends the wait for it, if its connection is gone. Returns whether it did so now.
   bool end_if_lost();
   bool is_lost() const { return is_lost_; }
-  void abort() {
-    if (work_ != nullptr) work_->abort();
+  void end_if_vain() {
+    if (work_ != nullptr && !is_answer_) work_->abort();
   }
 
  private:
@@ -56,6 +57,7 @@ class AwaitedMessage {
   c10d::ProcessGroup* group_ = nullptr;
   c10d::Work* work_ = nullptr;
   int peer_ = 0;
+  bool is_answer_ = false;
   bool is_lost_ = false;
 };
 
@@ -70,8 +72,8 @@ class LongWait {
   LongWait(const LongWait&) = delete;
 
   // Does what work->wait() does, for a message of `group` from or to its rank `peer`. Also throws if its connection is
-  // gone, and as check() does.
-  bool await(c10d::ProcessGroup& group, c10d::Work& work, int peer);
+  // gone, and as check() does, but for an answer of a rank's server, which comes whatever its script waits for.
+  bool await(c10d::ProcessGroup& group, c10d::Work& work, int peer, bool is_answer = false);
 
   // To be called in a loop that waits: throws NeverComes if this thread's wait can't end well.
   static void check() {

@@ -24,7 +24,7 @@ void PublishedState::begin_change() {
   set_stamp(/*is_changing=*/true);
 }
 
-void PublishedState::end_change(StateChange what, bool is_whole, std::unique_ptr<Places> places) {
+void PublishedState::end_change(StateChange what, bool is_whole, std::shared_ptr<Places> places) {
   const std::lock_guard lock(mutex_);
   if (places != nullptr) places_.swap(places);  // those before are destroyed without the lock
   is_broken_ |= !is_whole;
@@ -32,6 +32,7 @@ void PublishedState::end_change(StateChange what, bool is_whole, std::unique_ptr
   if (--depth_ > 0) return;
   if (strongest_ == StateChange::load && is_whole) is_broken_ = false;
   try {
+    if (places_ != nullptr) places_->note_change();
     publish_addresses();
   } catch (const std::exception&) {  // there is no memory for it
     is_broken_ = true;
@@ -44,6 +45,35 @@ void PublishedState::end_change(StateChange what, bool is_whole, std::unique_ptr
   }
   set_stamp(/*is_changing=*/false);
   changing_ = std::thread::id();
+}
+
+void PublishedState::note_change() {
+  const std::lock_guard lock(mutex_);
+  if (places_ != nullptr) places_->note_change();
+}
+
+size_t PublishedState::num_places() const {
+  const std::lock_guard lock(mutex_);
+  return places_ == nullptr ? 0 : places_->count();
+}
+
+// Whoever reads keeps the places, which another thread may replace meanwhile.
+bool PublishedState::read(StateStamp wanted, size_t place, size_t start, void* into, size_t bytes) const {
+  std::shared_ptr<const Places> places;
+  {
+    const std::lock_guard lock(mutex_);
+    if (now() != wanted || places_ == nullptr) return false;
+    places = places_;
+  }
+  fence_of_copies();
+  try {
+    places->read(place, start, into, bytes);
+  } catch (const std::exception&) {
+    if (now() == wanted) throw;
+    return false;
+  }
+  fence_of_copies();
+  return now() == wanted;
 }
 
 void PublishedState::publish_addresses() {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -14,8 +15,9 @@
 namespace zx {
 
 // Note [State is pulled]
-// Each rank has the state of its own shards. A rank that saves it alone (`if rank == 0`) reads the rest from the memory
-// of its owners (Note [Neighbours]), who take no part: they may be in a backward, or wait for this rank in step().
+// Each rank has the state of its own shards. A rank that saves it alone (`if rank == 0`) reads the rest from its
+// owners, in their memory (Note [Neighbours]) or by message (Note [Questions]). Their scripts take no part: they may be
+// in a backward, or wait for this rank in step().
 //
 // State changes in step() and in a few other calls, on all ranks alike. So each rank counts these changes: the version
 // of its state. A step() begins a new round of versions, so that ranks have the same one again if a few loaded a state
@@ -35,6 +37,14 @@ namespace zx {
 //
 // Nothing waits for a reader but its own rank, so one that can't read gives up nothing: it raises.
 
+// Between a copy and the look at the stamp after it. The thread sanitizer knows no fences, and sees nothing of what the
+// system copies.
+inline void fence_of_copies() {
+#ifndef __SANITIZE_THREAD__
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
+
 // The later ones count more, if one is inside of another.
 enum class StateChange : uint8_t { of_this_rank, of_all, load, step };
 
@@ -43,6 +53,7 @@ class StateStamp {
   static constexpr int64_t kRound = 1024;  // versions from one step() to the next, if so much else does not happen
 
   StateStamp() = default;
+  bool operator==(const StateStamp&) const = default;
   explicit StateStamp(int64_t word) : word_(word) {}
   StateStamp(int64_t version, int64_t own_changes, bool is_changing, bool is_broken)
       : word_((version << kOwnBits) | ((own_changes << kFlags) & ((int64_t{1} << kOwnBits) - 1)) |
@@ -85,13 +96,27 @@ class PublishedState {
   class Places {
    public:
     virtual ~Places() = default;
+    virtual size_t count() const = 0;
     virtual std::vector<int64_t> addresses() const = 0;
+    // Copies bytes of a place, into the host's memory. May wait for a device, and may throw.
+    virtual void read(size_t place, size_t start, void* into, size_t bytes) const = 0;
+    // The current thread may have changed what lies there, or had a device do so that is still at it.
+    virtual void note_change() = 0;
   };
 
   // Around a change, which may have others inside, or beside it. `is_whole`: false if it broke off, which only a load
   // mends. `places`: in which the state lies from now on; null: as before.
   void begin_change();
-  void end_change(StateChange what, bool is_whole, std::unique_ptr<Places> places = {});
+  void end_change(StateChange what, bool is_whole, std::shared_ptr<Places> places = {});
+
+  // What the current thread has done to the state itself, in no change, comes before what is read from now on. A
+  // change needs no such call.
+  void note_change();
+
+  // For threads of this process, as StateReader's for other ranks.
+  StateStamp now() const { return StateStamp((*block_)[stamp]); }
+  size_t num_places() const;
+  bool read(StateStamp stamp, size_t place, size_t start, void* into, size_t bytes) const;
 
   // One that breaks off unless it comes to done().
   class Change {
@@ -114,13 +139,13 @@ class PublishedState {
 
   std::shared_ptr<ControlBlock> block_;
   std::atomic<int64_t> version_ = 0;
-  std::atomic<std::thread::id> changing_{};  // the thread that changes it now
-  Mutex<LockRank::published_state> mutex_;   // of all below, and of who changes these
+  std::atomic<std::thread::id> changing_{};         // the thread that changes it now
+  mutable Mutex<LockRank::published_state> mutex_;  // of all below, and of who changes these
   int64_t num_changes_ = 0;
   int depth_ = 0;                                      // of begin_change()
   StateChange strongest_ = StateChange::of_this_rank;  // since the outermost one
   bool is_broken_ = false;
-  std::unique_ptr<Places> places_{};
+  std::shared_ptr<Places> places_{};
   std::deque<std::vector<int64_t>> directories_{};  // the last one holds
 };
 

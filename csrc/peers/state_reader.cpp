@@ -1,19 +1,8 @@
 #include "peers/state_reader.h"
 
-#include <atomic>
 #include <exception>
 
 namespace zx {
-namespace {
-
-// The thread sanitizer knows no fences, and sees nothing of what the system copies.
-void fence() {
-#ifndef __SANITIZE_THREAD__
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-}
-
-}  // namespace
 
 int64_t StateReader::word(int rank, PublishedState::Word which) const {
   int64_t found = 0;
@@ -34,20 +23,20 @@ std::optional<std::vector<int64_t>> StateReader::addresses(int rank, StateStamp 
   if (!is_still(rank, stamp)) return std::nullopt;
   std::vector<int64_t> found(static_cast<size_t>(length));
   neighbours_.read(rank, static_cast<uint64_t>(directory), found.data(), found.size() * sizeof(int64_t));
-  fence();
+  fence_of_copies();
   return is_still(rank, stamp) ? std::optional(std::move(found)) : std::nullopt;
 }
 
 bool StateReader::read(int rank, StateStamp stamp, uint64_t address, void* into, size_t bytes) const {
   if (!is_still(rank, stamp)) return false;
-  fence();
+  fence_of_copies();
   try {
     neighbours_.read(rank, address, into, bytes);
   } catch (const std::exception&) {
     if (is_still(rank, stamp)) throw;  // else it may have freed what it had there
     return false;
   }
-  fence();
+  fence_of_copies();
   return is_still(rank, stamp);
 }
 

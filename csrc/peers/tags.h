@@ -18,6 +18,9 @@ enum class TagKind : int {
   answer = 6,
   rows = 7,
   wanted = 8,
+  state_question = 9,
+  state_answer = 10,
+  state_rest = 11,
 };
 constexpr unsigned kTagKinds = 16;  // room for this many
 constexpr int kTagsEnd = 1 << 30;   // tags from here on belong to no kind

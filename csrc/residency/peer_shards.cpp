@@ -90,9 +90,12 @@ PeerShards::Awaited PeerShards::ask(int peer, const Question& wanted, const Targ
 }
 
 bool PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
-  std::vector<ShardQuestions::Asked> asked;
+  std::vector<Questions::Asked> asked;
   std::vector<at::Tensor> answers;
   for (const int peer : others(false, num_ranks())) {
+    if (linger_ != nullptr && linger_->has_ended(ranks_[peer])) {
+      failure_detector_->needing(ranks_[peer], []() -> int { throw std::runtime_error(kHasEnded); });
+    }
     answers.push_back(at::empty({1}, at::kByte));
     asked.push_back(questions_->ask(ranks_[peer], {.bucket = bucket, .written = written}, answers.back()));
   }
@@ -133,7 +136,7 @@ int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, i
 }
 
 void PeerShards::say_left() const {
-  for (const int peer : others(false, num_ranks())) questions_->leave_failure_record(ranks_[peer]);
+  for (const int peer : others(false, num_ranks())) questions_->say_left(ranks_[peer]);
 }
 
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {

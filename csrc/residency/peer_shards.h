@@ -114,7 +114,7 @@ class PeerShards {
  private:
   // `apart`: where the pieces arrive, if they have several places; else undefined.
   struct Awaited {
-    ShardQuestions::Asked asked;
+    Questions::Asked asked;
     at::Tensor apart;
     std::vector<BytePiece> pieces;
   };

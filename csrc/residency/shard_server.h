@@ -6,11 +6,10 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "locks.h"
-#include "peers/failure_detector.h"
+#include "peers/question_server.h"
 #include "residency/shard_questions.h"
 #include "residency/shard_stamps.h"
 
@@ -21,10 +20,6 @@ class ShardServer {
  public:
   // `group`: over gloo.
   explicit ShardServer(const Group& group);
-  // Only when nobody asks any more.
-  ~ShardServer();
-  ShardServer(const ShardServer&) = delete;
-  ShardServer& operator=(const ShardServer&) = delete;
 
   // This rank's shard of the next bucket, in an order that is the same on all ranks. Both must outlive this object.
   void add(at::Tensor shard, const SharedStamps& stamps);
@@ -32,40 +27,23 @@ class ShardServer {
   void stamps_changed();
 
   // Whether the rank has said that it will ask nothing more.
-  bool has_left(int rank) const;
+  bool has_left(int rank) const { return server_.told_by(rank) >= Told::asks_no_more; }
 
  private:
   struct Shard {
     at::Tensor values;
     const SharedStamps& stamps;
   };
-  struct Answer {
-    Work sending;
-    at::Tensor message;
-  };
-  struct Asker {
-    bool has_left = false;
-    std::vector<Answer> answers;  // by tag: the last one in it
-  };
 
-  void serve();
-  bool listen();
+  void hear(HeardQuestion heard);
   void answer_what_can_be();
-  void answer(const AskedBy& asked);
-  at::Tensor answer_to(const AskedBy& asked) const;
-  bool receive(const Work& work);
-  bool is_stopping() const;
   bool can_be_answered(const Question& question) const;
+  at::Tensor answer_to(const HeardQuestion& heard) const;
 
-  const Group group_;
-  const c10::intrusive_ptr<c10d::Backend> backend_;
-  mutable Mutex<LockRank::shard_server> mutex_;  // of all below but the thread
-  std::deque<Shard> shards_;                     // by bucket
-  std::vector<Asker> askers_;                    // by rank
-  std::vector<AskedBy> kept_;
-  Work listening_;
-  bool stopping_ = false;
-  std::thread thread_;
+  Mutex<LockRank::shard_server> mutex_;  // of all below but the server
+  std::deque<Shard> shards_;             // by bucket
+  std::vector<HeardQuestion> kept_;
+  QuestionServer server_;  // ends first
 };
 
 }  // namespace zx

@@ -20,7 +20,7 @@ from tests.ranks import TIMEOUT_S, run_threads
 from zerox._C import FailureDetector
 from zerox.ranks.axes import Axis
 from zerox.ranks.calls import say_after
-from zerox.ranks.group import Ranks
+from zerox.ranks.group import Ranks, with_questions
 from zerox.ranks.process_group import reference_to
 from zerox.residency.device_memory import BY_TYPE
 
@@ -103,12 +103,10 @@ class Lines:
 
     def axis(self, rank: int, over_gloo: bool) -> Axis:
         line = self.of[rank]
-        group = dist.ProcessGroup(self.stores[line], line.index(rank), len(line))
         if over_gloo:
-            gloo = dist.ProcessGroupGloo(self.stores[line], line.index(rank), len(line), timedelta(seconds=TIMEOUT_S))
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group = gloo_group(self.stores[line], line.index(rank), len(line))
         else:
+            group = dist.ProcessGroup(self.stores[line], line.index(rank), len(line))
             backend = machine().StreamBackend(line.index(rank), len(line), self.sync_points[line])
             group._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
             group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
@@ -120,15 +118,28 @@ def mesh_of_four() -> tuple[Lines, Lines]:
     return Lines([(0, 1), (2, 3)], lambda rank: rank % 2), Lines([(0, 2), (1, 3)], lambda rank: rank // 2)
 
 
+def gloo_group(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+    made = dist.ProcessGroup(store, rank, world_size)
+    gloo = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=TIMEOUT_S))
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return made
+
+
 def run_fake_ranks(
-    function: Callable[..., Any], world_size: int, kind: str, *args: Any, mesh: Sequence[Lines] = ()
+    function: Callable[..., Any],
+    world_size: int,
+    kind: str,
+    *args: Any,
+    mesh: Sequence[Lines] = (),
+    are_asked: bool = False,
 ) -> list[Any]:
     """``function(ranks, *args)`` on threads, rank r on ``fake:r``.
 
     ``kind``: "native" or "direct" over a backend with a stream of its own, as NCCL's; "via host" over gloo, through the
-    host; "alone" for a world size of 1.
+    host; "alone" for a world size of 1. ``are_asked``: ranks ask each other for state.
     """
-    sync_point = machine().SyncPoint(world_size)
+    sync_point, for_questions = machine().SyncPoint(world_size), dist.HashStore()
 
     def serve(group: dist.ProcessGroup | None) -> Any:
         rank = 0 if group is None else group.rank()
@@ -140,12 +151,17 @@ def run_fake_ranks(
         failure_detector = FailureDetector(groups=[], store=None, rank=rank, world=world_size, **times)
         axes = tuple(lines.axis(rank, over_gloo=kind == "via host") for lines in mesh)
         known: dict[str, Any] = {"to_given": reference_to(group), "failure_detector": failure_detector, "on_mesh": axes}
+
+        def run(ranks: Ranks) -> Any:
+            asked = with_questions(ranks, gloo_group(for_questions, rank, world_size)) if are_asked else ranks
+            return function(asked, *args)
+
         if kind == "via host":
-            return function(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known), *args)
+            return run(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known))
         data = dist.ProcessGroup(dist.HashStore(), rank, world_size)
         backend = machine().StreamBackend(rank, world_size, sync_point)
         data._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         data._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        return function(Ranks(rank, world_size, "nccl", kind, data, group, device, **known), *args)
+        return run(Ranks(rank, world_size, "nccl", kind, data, group, device, **known))
 
     return run_threads(serve, world_size)

@@ -233,6 +233,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("num_shared", [] { return machine().num_shared; });
   m.def("set_busy_us",
         [](int device, int64_t us) { machine().busy[static_cast<size_t>(device)] = std::chrono::microseconds(us); });
+  // This thread has synchronized with all others that have waited for a device.
+  m.def("hear", [] {
+    const std::lock_guard lock(machine().mutex);
+    join(host_clock, machine().heard);
+  });
   // Bytes to the host and from it.
   m.def("take_copied", [](int device) {
     const std::lock_guard lock(machine().mutex);

@@ -3,9 +3,13 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -21,12 +25,19 @@ using Values = std::vector<int64_t>;
 // Two arrays, in turn in one or the other memory.
 struct Places : PublishedState::Places {
   explicit Places(std::vector<const Values*> arrays) : arrays(std::move(arrays)) {}
+  size_t count() const override { return arrays.size(); }
+  void read(size_t place, size_t start, void* into, size_t bytes) const override {
+    const auto address = reinterpret_cast<uint64_t>(arrays.at(place)->data()) + start;
+    if (!read_memory(getpid(), address, into, bytes)) throw std::runtime_error("it can't be read");
+  }
+  void note_change() override { ++num_changes; }
   std::vector<int64_t> addresses() const override {
     std::vector<int64_t> found;
     for (const Values* each : arrays) found.push_back(reinterpret_cast<int64_t>(each->data()));
     return found;
   }
   std::vector<const Values*> arrays;
+  int num_changes = 0;
 };
 
 struct Rank {
@@ -41,9 +52,8 @@ struct Rank {
   }
 };
 
-}  // namespace
-
-TEST(what_is_read_is_never_a_mixture) {
+// Changes a rank's state while others read it; `read(into)` returns the version of what it has read.
+void check_no_mixtures(const std::function<std::optional<int64_t>(Rank&, int place, Values& into)>& read) {
   constexpr int kSteps = 3000;
   constexpr int kReaders = 2;
   Rank rank;
@@ -68,14 +78,10 @@ TEST(what_is_read_is_never_a_mixture) {
       bool is_last = false;
       while (!is_last) {
         is_last = is_over;
-        const auto stamp = rank.reader.stamp_since(0, 0);
-        const auto addresses = stamp ? rank.reader.addresses(0, *stamp) : std::nullopt;
-        if (!addresses) continue;
-        for (const int64_t address : *addresses) {
-          const auto from = static_cast<uint64_t>(address);
-          if (!rank.reader.read(0, *stamp, from, found.data(), found.size() * sizeof(int64_t))) break;
-          const int64_t step = stamp->version() / StateStamp::kRound;
-          for (const int64_t each : found) CHECK_EQ(each, step);
+        for (int place = 0; place < 2; ++place) {
+          const auto version = read(rank, place, found);
+          if (!version) continue;
+          for (const int64_t each : found) CHECK_EQ(each, *version / StateStamp::kRound);
           ++num_read;
         }
       }
@@ -84,6 +90,28 @@ TEST(what_is_read_is_never_a_mixture) {
   writer.join();
   for (std::thread& each : readers) each.join();
   CHECK(num_read >= 2 * kReaders);
+}
+
+}  // namespace
+
+TEST(what_is_read_is_never_a_mixture) {
+  check_no_mixtures([](Rank& rank, int place, Values& into) -> std::optional<int64_t> {
+    const auto stamp = rank.reader.stamp_since(0, 0);
+    const auto addresses = stamp ? rank.reader.addresses(0, *stamp) : std::nullopt;
+    if (!addresses) return std::nullopt;
+    const auto from = static_cast<uint64_t>(addresses->at(place));
+    if (!rank.reader.read(0, *stamp, from, into.data(), into.size() * sizeof(int64_t))) return std::nullopt;
+    return stamp->version();
+  });
+}
+
+TEST(what_its_own_process_reads_is_never_a_mixture) {
+  check_no_mixtures([](Rank& rank, int place, Values& into) -> std::optional<int64_t> {
+    const StateStamp stamp = rank.state->now();
+    if (stamp.is_changing() || rank.state->num_places() != 2) return std::nullopt;
+    if (!rank.state->read(stamp, place, 0, into.data(), into.size() * sizeof(int64_t))) return std::nullopt;
+    return stamp.version();
+  });
 }
 
 TEST(a_change_hides_the_state_until_it_ends) {

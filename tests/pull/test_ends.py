@@ -142,9 +142,9 @@ if how == "handled SIGTERM":
 )
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "handled SIGTERM", "killed", "timeout", "raises"])
-def test_a_rank_that_stays_ends_at_once_where_nobody_reads_it(how: str, tmp_path: Path) -> None:
-    first, second = start(STAYS, tmp_path, how, 1, 2.0 if how == "timeout" else 60.0)
+def ends_at_once(how: str, ranks: list[subprocess.Popen[str]]) -> None:
+    """Rank 1."""
+    first, second = ranks
     try:
         assert second.stderr is not None
         lines = iter(second.stderr.readline, "")
@@ -163,6 +163,11 @@ def test_a_rank_that_stays_ends_at_once_where_nobody_reads_it(how: str, tmp_path
         for each in (first, second):
             each.kill()
             each.communicate()
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "handled SIGTERM", "killed", "timeout", "raises"])
+def test_a_rank_that_stays_ends_at_once_where_nobody_reads_it(how: str, tmp_path: Path) -> None:
+    ends_at_once(how, start(STAYS, tmp_path, how, 1, 2.0 if how == "timeout" else 60.0))
 
 
 STEPS_ON = (

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from bench.allocator import Allocator, build
 from tests.kernels.shards import same_bits
 from tests.mortal_ranks import start_ranks
 from tests.optimizer.models import KINDS, Mixed, make_model, make_optimizer
@@ -283,7 +284,7 @@ def breaks_off(rank: int, world_size: int) -> None:
     """As a Ctrl-C in the middle of step() on rank 1."""
     _, optimizer = trained(rank, "fp32")
     kept = copy.deepcopy(optimizer.state_dict())
-    with suppress(KeyboardInterrupt), optimizer.inside.loading.pulls.step:
+    with suppress(KeyboardInterrupt), optimizer.inside.loading.pulls.step(capturing=False):
         if rank == 1:
             raise KeyboardInterrupt
     if rank == 0:
@@ -429,6 +430,35 @@ def share_only(rank: int, world_size: int) -> None:
 
 def test_the_switch_leaves_each_rank_its_share() -> None:
     run_ranks(share_only, 2)
+
+
+def takes_no_memory(rank: int, world_size: int, library: Path) -> None:
+    _, optimizer = trained(rank, REMAINDERS)
+    allocator = Allocator(library)
+    before = allocator.now
+    shown = optimizer.state_dict()
+    assert allocator.now - before < 1000 * len(shown["state"]), "numbers only"
+    part = shown["state"][0]["exp_avg"]
+    assert part.own.dtype == torch.float32
+    assert allocator.now - before >= part.own.nbytes
+
+
+def test_a_state_dict_takes_no_memory_until_it_is_looked_at() -> None:
+    run_ranks(takes_no_memory, 2, build())
+
+
+def is_in_a_graph(rank: int, world_size: int) -> None:
+    _, optimizer = trained(rank, "fp32")
+    shown = optimizer.state_dict()
+    with optimizer.inside.loading.pulls.step(capturing=True):
+        pass  # which is what Python sees of it
+    with pytest.raises(RuntimeError, match=r"a CUDA graph replays step\(\).*call full_state_dict\(\) on all ranks"):
+        saved(shown)
+    assert type(optimizer.state_dict()["state"][0]["exp_avg"]) is SlicedTensor, "its share"
+
+
+def test_what_a_graph_replays_is_not_read() -> None:
+    run_ranks(is_in_a_graph, 2)
 
 
 def owner_ends(rank: int, world_size: int) -> str:

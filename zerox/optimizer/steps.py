@@ -32,7 +32,7 @@ class Steps:
         core = self.core
         groups, gather = core.groups.param_groups, core.gather
         core.loading.pulls.begin_step()
-        with core.loading.pulls.step:
+        with core.loading.pulls.step(capturing):
             core.loading.start_states(capturing)
             core.loading.note_changes()
             if core.calls.row_grads.each:

@@ -74,8 +74,8 @@ VARIABLES = (
     Variable(
         "ZEROX_STATE_PULL",
         "run",
-        "`1` (default): a rank that saves or reads `optimizer.state_dict()` alone reads the other ranks' part in their "
-        "memory, where that is on one machine; `0`: it has its own share only",
+        "`1` (default): a rank that saves or reads `optimizer.state_dict()` alone reads the other ranks' part, in "
+        "their memory or by message; `0`: it has its own share only",
     ),
     Variable(
         "ZEROX_SAY_WAIT_S",

@@ -24,7 +24,14 @@ from zerox.ranks.compared import digest, first_that_differs, line_of
 from zerox.ranks.ends import stay_at_end
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.last_words import last_words
-from zerox.ranks.neighbours import Neighbours, find_neighbours
+from zerox.ranks.neighbours import (
+    SWITCH,
+    Neighbours,
+    Questions,
+    find_neighbours,
+    is_state_pulled,
+    processes_here,
+)
 from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
     GroupArgument,
@@ -269,12 +276,14 @@ def find_ranks(
     process_group: GroupArgument,
     device: torch.device = CPU,
     roll_call: RollCall | None = None,
+    has_state: bool = True,
 ) -> Ranks:
     """Makes the group of our own over the ranks of ``process_group``.
 
     Collective over these ranks. ``device``: of the parameters; it chooses among a group's backends if there is one for
-    each device type. Raises ValueError for a mesh or a group that choose_group() refuses, or a backend that can't move
-    tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank doesn't come.
+    each device type. ``has_state``: others may read it. Raises ValueError for a mesh or a group that choose_group()
+    refuses, or a backend that can't move tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank
+    doesn't come.
     """
     group = choose_group(process_group)
     if group is None or group.size() == 1:
@@ -286,6 +295,7 @@ def find_ranks(
     if exchange not in EXCHANGES:
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     say_after()  # raises, while ranks can still be told
+    is_pulled = is_state_pulled() and has_state
     if group not in _torch.listed_groups():
         # A group that torch.distributed does not know (ranks as threads of one process, in tests) can't be doubled.
         made = Ranks(rank, size, backend, exchange, group, group, device, to_given=reference_to(group))
@@ -294,7 +304,10 @@ def find_ranks(
         roll_call = RollCall(None, rank, size, dist.default_pg_timeout)
     grid = choose_grid(process_group)
     on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
-    roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}")
+    roll_call.answer(
+        f"ZEROX_EXCHANGE={exchange} and {SWITCH}={int(is_pulled)} over {backend} for parameters on "
+        f"{device.type}{on_mesh}"
+    )
     data = same_ranks(group, backend, roll_call, timeout_of(group, backend))
     # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.
     control = (
@@ -310,7 +323,10 @@ def find_ranks(
     made = Ranks(rank, size, backend, exchange, data, control, device, to_given=reference_to(group), on_mesh=axes)
     over_gloo = {control} if backend != "gloo" else {control, data, *(axis.group for axis in axes if axis.group)}
     failure_detector = _failure_detector(group, own_store(group, "failure_detector"), list(over_gloo))
-    return _with_neighbours(replace(made, failure_detector=failure_detector))
+    made = _with_neighbours(replace(made, failure_detector=failure_detector))
+    if not is_pulled or made.neighbours.linger is not None:
+        return made
+    return with_questions(made, same_ranks(group, "gloo", roll_call, timeout_of(group, "gloo")))
 
 
 def _failure_detector(
@@ -344,13 +360,26 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
 
 
 def _linger(ranks: Ranks, neighbours: Sequence[int]) -> C.Linger | None:
-    """Collective."""
+    """Of ranks that all read each other's memory. Collective."""
     if ranks.failure_detector is None or not all(neighbours):
         return None
     linger = C.Linger(ranks.failure_detector, list(neighbours), ranks.rank)
-    linger.set_control_blocks([int(each) for each in ranks.all_gather_text(str(linger.address))])
+    linger.read_in_memory([int(each) for each in ranks.all_gather_text(str(linger.address))])
     stay_at_end()
     return linger
+
+
+def with_questions(ranks: Ranks, group: dist.ProcessGroup) -> Ranks:
+    """``group``: of these ranks, for what they ask each other. Failures close others, and not this one: ranks that are
+    at their end answer there. Collective."""
+    assert ranks.failure_detector is not None
+    with ranks.failure_told(), C.Doing("the optimizer's constructor"):
+        processes = processes_here(ranks.all_gather_text, ranks.rank)
+    questions = Questions.over(group, ranks.device)
+    linger = C.Linger(ranks.failure_detector, processes, ranks.rank)
+    linger.tell_by_message(group, questions.server, questions.asked)
+    stay_at_end()
+    return replace(ranks, neighbours=replace(ranks.neighbours, linger=linger, questions=questions))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

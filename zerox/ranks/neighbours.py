@@ -1,4 +1,5 @@
-"""Which ranks can read which others' memory: see Note [Neighbours] in csrc/peers/neighbours.h."""
+"""How ranks reach what others have at any time, without their taking part: in their memory (Note [Neighbours] in
+csrc/peers/neighbours.h), or by message (Note [Questions] in csrc/peers/questions.h)."""
 
 from __future__ import annotations
 
@@ -9,19 +10,50 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from zerox import _C as C
+
+SWITCH = "ZEROX_STATE_PULL"
 
 Gather = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True)
+class Questions:
+    """State that other ranks are asked for, and this one's. ``group``: over gloo, for nothing else."""
+
+    group: dist.ProcessGroup
+    server: C.StateServer
+    asked: C.StateQuestions
+
+    @staticmethod
+    def over(group: dist.ProcessGroup, device: torch.device) -> Questions:
+        return Questions(group, C.StateServer(group, device.type == "cuda"), C.StateQuestions(group))
+
+
+@dataclass(frozen=True)
 class Neighbours:
     """``processes``: of each rank whose memory can be read, else 0; empty if none is to be read. ``linger``: tells who
-    may still read; None where not all ranks are neighbours."""
+    may still read. ``questions``: None if all of a rank's state is read in memory, or none."""
 
     processes: tuple[int, ...] = ()
     linger: C.Linger | None = None
+    questions: Questions | None = None
+
+
+def is_state_pulled() -> bool:
+    """What the user wants. ValueError."""
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be '0' or '1', got '{value}'")
+    return value == "1"
+
+
+def processes_here(all_gather: Gather, rank: int) -> list[int]:
+    """The process of each rank on this machine, else 0. Collective."""
+    everyone = [line.split(" ") for line in all_gather(f"{_machine()} {os.getpid()}")]
+    return [int(pid) if machine == everyone[rank][0] else 0 for machine, pid in everyone]
 
 
 def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:

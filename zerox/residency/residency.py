@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
@@ -94,9 +95,8 @@ class Residency:
         assert ranks.given is not None
         self.neighbours = self._neighbours()
         all_neighbours = bool(self.neighbours) and all(self.neighbours)
-        messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
-            group=None if all_neighbours else messages,
+            group=None if all_neighbours else self._messages(),
             failure_detector=ranks.failure_detector,
             linger=ranks.neighbours.linger,
             processes=self.neighbours,
@@ -134,6 +134,15 @@ class Residency:
             return find_neighbours(ranks.all_gather_text, ranks.rank)
 
     # ---- building
+
+    def _messages(self) -> dist.ProcessGroup | None:
+        """In which ranks are asked for their shards: also at their end, if there is such a group."""
+        ranks = self.ranks
+        if ranks.neighbours.questions is None or ranks.failure_detector is None:
+            return ranks.data if ranks.backend == "gloo" else ranks.control
+        group = ranks.neighbours.questions.group
+        ranks.failure_detector.add_group(group, for_questions=True)
+        return group
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
         if left := self.left.get(id(params[0])):

@@ -350,7 +350,7 @@ class OptimizerStateFace(Face):
         """Makes the next ``state_dict()`` on rank ``to`` return that of ``full_state_dict()``, once. Collective.
 
         As in torch's ZeroRedundancyOptimizer, for code that saves the ``state_dict()`` of one rank. The other ranks'
-        ``state_dict()`` stays their share, and so does this one's if anything changes the state meanwhile.
+        ``state_dict()`` stays as it is, and so does this one's if anything changes the state meanwhile.
         """
         self._state.consolidate(to)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,12 +26,12 @@ from zerox.plan.layout import Segment
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
+from zerox.ranks.neighbours import is_state_pulled
 from zerox.residency.residency import Residency
 from zerox.rules.rule import MASTER, REMAINDER, NumberSpec
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.shown_state import ShownState
 
-SWITCH = "ZEROX_STATE_PULL"
 PATIENCE_S = 10.0
 CPU = torch.device("cpu")
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -52,6 +51,12 @@ WRITTEN = (
 )
 
 
+IN_GRAPH = (
+    "zerox: a CUDA graph replays step(), which other ranks do not see, so no rank reads state alone: call "
+    "full_state_dict() on all ranks"
+)
+
+
 class Window(NamedTuple):
     """``own``: this rank's state, for the others; ``peers``: that of all."""
 
@@ -60,25 +65,19 @@ class Window(NamedTuple):
 
 
 def open_window(ranks: Ranks) -> Window | None:
-    """None if this rank's state can't be read by all others where it lies, or the user wants none of it. Collective."""
-    value = os.environ.get(SWITCH) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} must be '0' or '1', got '{value}'")
-    if ranks.size == 1:
+    """None if not all ranks can read this one's state, or the user wants none of it. Collective."""
+    linger, questions = ranks.neighbours.linger, ranks.neighbours.questions
+    if ranks.failure_detector is None or linger is None or not is_state_pulled():
         return None
-    can = value == "1" and ranks.device == CPU and ranks.neighbours.linger is not None
     own = C.PublishedState()
-    told = [int(each) for each in ranks.all_gather_text(str(own.address if can else 0))]
-    if 0 in told or ranks.failure_detector is None or ranks.neighbours.linger is None:
-        return None
-    peers = C.PeerStates(
-        own=own,
-        failure_detector=ranks.failure_detector,
-        linger=ranks.neighbours.linger,
-        processes=ranks.neighbours.processes,
-        control_blocks=told,
-    )
-    return Window(own, peers)
+    others: C.StateSource
+    if questions is None:
+        control_blocks = [int(each) for each in ranks.all_gather_text(str(own.address))]
+        others = C.StatesInMemory(ranks.neighbours.processes, control_blocks)
+    else:
+        questions.server.serve(own)
+        others = questions.asked
+    return Window(own, C.PeerStates(own=own, failure_detector=ranks.failure_detector, linger=linger, others=others))
 
 
 class Params:
@@ -170,15 +169,24 @@ class PulledState:
         self.shows = shows
         self.window = window
         self.params = Params()
-        self.of_all = self.of_this_rank = self.step = self.load = NOTHING
+        self.of_all = self.of_this_rank = self.of_step = self.load = NOTHING
         if window is not None:
             self.of_all = Changing(window.own, core, self.params, C.StateChange.OF_ALL)
             self.of_this_rank = Changing(window.own, core, self.params, C.StateChange.OF_THIS_RANK)
-            self.step = Changing(window.own, core, self.params, C.StateChange.STEP)
+            self.of_step = Changing(window.own, core, self.params, C.StateChange.STEP)
             self.load = Changing(window.own, core, self.params, C.StateChange.LOAD)
-        self._directories: dict[int, tuple[int, int, list[int]]] = {}  # by rank: version, stamp and addresses
+        self.is_in_graph = False  # step(), which a CUDA graph replays
         self._owners: dict[int, list[list[Owner]]] = {}  # by bucket and slot
         core.phases.before_sync("pulls", self._await)
+
+    def step(self, capturing: bool) -> AbstractContextManager[None]:
+        """Around the changes of a step(). Nobody sees those of a graph that is replayed."""
+        return self._captured() if capturing else self.of_step
+
+    @contextmanager
+    def _captured(self) -> Iterator[None]:
+        yield
+        self.is_in_graph = True
 
     def begin_step(self) -> None:
         """Parameters are about to change."""
@@ -203,13 +211,20 @@ class PulledState:
 
     def _await(self, _: Visit) -> None:
         if self.window is not None:
+            self.window.own.note_change()  # a script may have written state in place
             self.window.peers.await_pulls()
 
     @property
     def is_complete(self) -> bool:
         """Whether all of the state can be pulled."""
         core = self.core
-        if self.window is None or core.tables or core.grads.subgroups.are_many or core.calls.own.are_some:
+        if (
+            self.window is None
+            or self.is_in_graph
+            or core.tables
+            or core.grads.subgroups.are_many
+            or core.calls.own.are_some
+        ):
             return False
         return not any(map(self._has_more, core.buckets))
 
@@ -230,16 +245,18 @@ class PulledState:
                 for spec in (bucket.rule.step, *bucket.rule.numbers):
                     number = bucket.numbers[spec.key][max(row, 0) : row + 1].clone()
                     pull = pulls(PulledState._number, index, slot, spec)
-                    shown[spec.key] = PulledTensor((), (), Span(0, number.numel()), number, pull)
+                    shown[spec.key] = PulledTensor(
+                        (), (), Span(0, number.numel()), number, pull, number.dtype, number.device
+                    )
                 for stored in bucket.state.values():
                     key = MASTER.key if stored.spec == REMAINDER else stored.spec.key
                     span = Span(own.param_start, own.param_start + own.span.numel)
                     part = stored.part(slice(own.span.start, own.span.stop))
                     params = bucket.param_of(row) if part.spec == REMAINDER and row >= 0 else None
-                    values = _widen(part, params)
+                    values = part.values if _is_wide(part) else partial(_widen, part, params)
                     pull = pulls(PulledState._tensor, index, slot, stored.spec.key)
                     shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
-                    shown[key] = PulledTensor(shape, strides, span, values, pull)
+                    shown[key] = PulledTensor(shape, strides, span, values, pull, _wide(part), part.values.device)
                     if part.spec == REMAINDER:
                         shown[key].int16 = part.values
                 yield member, shown
@@ -248,7 +265,7 @@ class PulledState:
 
     def _number(self, version: int, index: int, slot: int, spec: NumberSpec) -> Tensor:
         bucket = self.core.buckets[index]
-        number = bucket.numbers[spec.key].new_zeros(1)
+        number = torch.zeros(1, dtype=bucket.numbers[spec.key].dtype, device=CPU)
         place = 2 * len(bucket.state) + list(bucket.numbers).index(spec.key)
         for owner in self._owners_of(index, slot)[:1]:
             self._read(owner.rank, version, index, place, owner.row, number)
@@ -260,7 +277,7 @@ class PulledState:
         shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
         whole = torch.empty_strided(shape, strides, dtype=_wide(stored), device=CPU)
         flat = whole.as_strided((whole.numel(),), (1,))
-        is_wide = stored.values.dtype == whole.dtype
+        is_wide = _is_wide(stored)
         is_remainder = stored.spec == REMAINDER
         number = self._await_params(version) if is_remainder else 0
         params = self._own_params(index, slot) if is_remainder and _sharded(self.core.gather) is None else None
@@ -268,12 +285,12 @@ class PulledState:
             own = owner.segment.span
             span = Span(owner.segment.param_start, owner.segment.param_start + own.numel)
             into = flat[span.start : span.stop]
-            values = into if is_wide else stored.values.new_empty(own.numel)
+            values = into if is_wide else _empty_as(stored.values, own.numel)
             self._read(owner.rank, version, index, place, own.start, values)
             scales = None
             if stored.scales is not None:
                 first = own.start // BLOCK_NUMEL
-                scales = stored.scales.new_empty(num_blocks(own.stop) - first)
+                scales = _empty_as(stored.scales, num_blocks(own.stop) - first)
                 self._read(owner.rank, version, index, place + 1, first, scales)
             if not is_wide:
                 theirs = None if params is None else params[span.start : span.stop]
@@ -299,14 +316,15 @@ class PulledState:
         """A parameter 1-D, of which masters are made: this rank's own copy, as its script sees it now. An owner's
         script may be elsewhere, and have swapped in an average of weights."""
         buffer = self.core.buckets[index].buffer
-        return buffer.in_order(slot, buffer.home(slot) if buffer.misfit(slot, "") else buffer.params[slot].detach())
+        param = buffer.home(slot) if buffer.misfit(slot, "") else buffer.params[slot].detach()
+        return buffer.in_order(slot, param).to(CPU)
 
     def _params(self, version: int, index: int, slot: int, owner: Owner) -> Tensor:
         """The owner's part of a sharded parameter."""
         bucket, own = self.core.buckets[index], owner.segment
         if not bucket.buffer.misfit(slot, "") and not bucket.buffer.is_at_home(slot):
             raise RuntimeError(MOVED.format(bucket.members[slot].quoted))
-        values = bucket.param_shard.new_empty(own.span.numel)
+        values = _empty_as(bucket.param_shard, own.span.numel)
         self._read(owner.rank, version, index, _num_tensors(bucket) - 1, own.span.start, values)
         return values
 
@@ -321,23 +339,20 @@ class PulledState:
         return self._owners[index][slot]
 
     def _read(self, rank: int, version: int, index: int, place: int, start: int, into: Tensor) -> None:
-        """Elements from ``start`` on of what a rank has at this place of a bucket."""
+        """Elements from ``start`` on of what a rank has at this place of a bucket, into the host's memory."""
         assert self.window is not None
         if into.numel() == 0:
             return
         first = list(accumulate(map(_num_tensors, self.core.buckets), initial=0))
-        known = self._directories.get(rank)
-        if known is None or known[0] != version:
-            found = self.window.peers.read_directory(rank, version)
-            if found is None:
-                raise RuntimeError(CHANGED.format(rank))
-            known = self._directories[rank] = version, *found
-        _, stamp, addresses = known
-        if len(addresses) != first[-1]:
-            raise RuntimeError(CHANGED.format(rank))
-        address = addresses[first[index] + place] + start * into.element_size()
-        if not self.window.peers.read(rank, stamp, address, into):
-            self._directories.pop(rank, None)
+        is_read = self.window.peers.read(
+            rank=rank,
+            version=version,
+            num_places=first[-1],
+            place=first[index] + place,
+            start=start * into.element_size(),
+            into=into,
+        )
+        if not is_read:
             raise RuntimeError(CHANGED.format(rank))
 
 
@@ -352,8 +367,15 @@ def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[...
         )
     if state.shows.written:
         raise RuntimeError(WRITTEN)
+    if state.is_in_graph:
+        raise RuntimeError(IN_GRAPH)
+    state.window.own.note_change()
     with C.Doing("a read of optimizer state"), C.StatePull(state.window.peers), torch.no_grad():
         return method(state, version, *what)
+
+
+def _empty_as(values: Tensor, numel: int) -> Tensor:
+    return torch.empty(numel, dtype=values.dtype, device=CPU)
 
 
 def _widen(part: Stored, params: Tensor | None) -> Tensor:
@@ -361,6 +383,10 @@ def _widen(part: Stored, params: Tensor | None) -> Tensor:
     if part.spec == REMAINDER:
         return master_of(part.values.new_empty(0, dtype=torch.bfloat16) if params is None else params, part.values)
     return decode(part).to(_wide(part))
+
+
+def _is_wide(stored: Stored) -> bool:
+    return stored.values.dtype == _wide(stored)
 
 
 def _wide(stored: Stored) -> torch.dtype:

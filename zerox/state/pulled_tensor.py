@@ -21,17 +21,21 @@ MAKES = _torch.overloads(  # of which only the shape is read
 
 
 class PulledTensor(SlicedTensor):
-    """One whose other values other ranks have: ``pull()`` gives the whole tensor, a new one, with no partner. It raises
-    RuntimeError if the state has changed since.
+    """One whose other values other ranks have: ``pull()`` gives the whole tensor, a new one on the host, with no
+    partner. It raises RuntimeError if the state has changed since.
 
     Pickling, ``numpy()``, ``tolist()``, ``item()``, printing and operators pull: what they give is of a copy.
     ``detach``, ``clone``, ``to()``, ``cpu()`` and deepcopy give this rank's segment, as it is now, of the same whole.
     What would write it raises RuntimeError.
 
+    ``own`` is made when it is first looked at, if the state is stored in another form: a state dict takes no memory.
+
     ``int16``: of masters that are kept so, this rank's values as they are, exact also if the parameter has another
     value where they are loaded; None once DCP has filled others in.
     """
 
+    kept: Tensor | Callable[[], Tensor]
+    own_numel: int
     pull: Callable[[], Tensor]
     int16: Tensor | None
     is_filled: bool  # by DCP: what other ranks have is older
@@ -39,18 +43,38 @@ class PulledTensor(SlicedTensor):
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], strides: Sequence[int], span: Span, values: Tensor, pull: Callable[[], Tensor]
+        cls,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        span: Span,
+        values: Tensor | Callable[[], Tensor],
+        pull: Callable[[], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> PulledTensor:
-        made: PulledTensor = _torch.make_wrapper(
-            cls, tuple(shape), tuple(strides), dtype=values.dtype, device=values.device
-        )
-        made.own, made.start, made.part, made.cut = values, span.start, (tuple(shape), tuple(strides)), None
+        made: PulledTensor = _torch.make_wrapper(cls, tuple(shape), tuple(strides), dtype=dtype, device=device)
+        made.kept, made.start, made.part, made.cut = values, span.start, (tuple(shape), tuple(strides)), None
+        made.own_numel = span.numel
         made.pull, made.int16 = pull, None
         made.is_filled = made.is_being_filled = False
         return made
 
+    @property
+    def own(self) -> Tensor:  # type: ignore[override]
+        if not isinstance(self.kept, Tensor):
+            self.kept = self.kept()
+        return self.kept
+
+    @own.setter
+    def own(self, values: Tensor) -> None:
+        self.kept = values
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + self.own_numel)
+
     def fill_with(self, values: Tensor) -> PulledTensor:
-        made = PulledTensor(*self.part, self.span, values, self.pull)
+        made = PulledTensor(*self.part, self.span, values, self.pull, values.dtype, values.device)
         made.is_filled = self.is_filled
         return made
 
@@ -73,10 +97,13 @@ class PulledTensor(SlicedTensor):
         return SlicedTensor(*self.part, self.span, self.int16)
 
     def pulled(self) -> Tensor:
-        """The whole tensor, a new one."""
+        """The whole tensor, a new one, on the device of this one."""
+        return self._on_host().to(self.device)
+
+    def _on_host(self) -> Tensor:
         if self.is_filled:
             raise RuntimeError(FILLED)
-        return self.pull().to(self.device, self.dtype)
+        return self.pull().to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -110,7 +137,8 @@ class PulledTensor(SlicedTensor):
             return f"PulledTensor(shape={tuple(self.shape)}, {self.dtype}, {self.device}, not read: {error})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.pulled().__reduce_ex__(protocol)
+        """As full_state_dict() has it, on the host: whoever pickles a state keeps all of it."""
+        return self._on_host().__reduce_ex__(protocol)
 
     def _reduced(self) -> Any:
         return self.share()._reduced()

@@ -159,7 +159,7 @@ class LeftOver:
         device = trained[0][1].device
         if self.ranks is None:
             with call_ranks(self.wrapped.group) as roll_call:
-                self.ranks = find_ranks(self.wrapped.group, device, roll_call)
+                self.ranks = find_ranks(self.wrapped.group, device, roll_call, has_state=False)
         options = OptimizerOptions(stage=1, reduce_dtype=self.reduce_dtype)
         known = {id(param) for _, param in apart}
         self.ranks.check_same([_line(name, param, id(param) in known) for name, param in trained])
