@@ -28,7 +28,7 @@ namespace zx {
 
 class Linger {
  public:
-  // `processes`: of all ranks, 0 for those of other machines; `rank`: this one.
+  // `processes`: by rank, as far as they are known, else 0; `rank`: this one.
   Linger(const std::shared_ptr<FailureDetector>& failure_detector, std::vector<int64_t> processes, int rank);
   // Before any other call. This rank's control block is for OtherReaders that look into it.
   void set_readers(std::unique_ptr<OtherReaders> others) { others_ = std::move(others); }

@@ -153,7 +153,11 @@ def run_fake_ranks(
         known: dict[str, Any] = {"to_given": reference_to(group), "failure_detector": failure_detector, "on_mesh": axes}
 
         def run(ranks: Ranks) -> Any:
-            asked = with_questions(ranks, gloo_group(for_questions, rank, world_size)) if are_asked else ranks
+            asked = (
+                with_questions(ranks, gloo_group(for_questions, rank, world_size), [0] * world_size)
+                if are_asked
+                else ranks
+            )
             return function(asked, *args)
 
         if kind == "via host":

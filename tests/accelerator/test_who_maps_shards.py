@@ -135,5 +135,5 @@ def on_two_machines(ranks: Ranks, stage: int, limit: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("limit", ["released at once", "inf"])
 def test_other_machines_are_asked_beside_it(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours_module, "_machine", lambda: f"machine{HERE.ranks.rank // 2}")
+    monkeypatch.setattr(neighbours_module, "name_of_machine", lambda: f"machine{HERE.ranks.rank // 2}")
     assert_as_in_stage_2(4, "direct", on_two_machines, limit)

@@ -29,7 +29,7 @@ EVERYWHERE = (ONE_MACHINE, TWO_MACHINES, FORBIDDEN, MESSAGES)
 def running(where: str, rank: int) -> Iterator[None]:
     patches: dict[str, Any] = {}
     if where == TWO_MACHINES:
-        patches = {"_machine": lambda: f"machine-{rank % 2}"}
+        patches = {"name_of_machine": lambda: f"machine-{rank % 2}"}
     elif where == FORBIDDEN and rank == 0:
         patches = {"_reads": lambda *_: False}
     environment = {"ZEROX_EXCHANGE": "messages"} if where == MESSAGES else {}
@@ -64,11 +64,13 @@ def another_number(rank: int, _: int) -> tuple[int, ...]:
     """As if rank 1's process number were some other process' here, which has something else at that address."""
     secret = torch.tensor([4])
     gathered = [f"here {os.getpid()} {secret.data_ptr()} {5 if rank == 1 else 4}"]
-    return neighbours.find_neighbours(lambda text: gathered if text.startswith(neighbours._machine()) else [text], 0)
+    return neighbours.find_neighbours(
+        lambda text: gathered if text.startswith(neighbours.name_of_machine()) else [text], 0
+    )
 
 
 def test_a_process_that_does_not_hold_the_secret_is_no_neighbour() -> None:
-    with patch.object(neighbours, "_machine", lambda: "here"):
+    with patch.object(neighbours, "name_of_machine", lambda: "here"):
         assert another_number(0, 1) == (os.getpid(),)
         assert another_number(1, 1) == (0,)
 

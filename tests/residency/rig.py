@@ -40,8 +40,8 @@ def build(model: nn.Module, stage: int = 3, hostile: bool = False, **options: An
 def by_way(way: str, rank: int) -> Iterator[None]:
     """``two machines``: of two ranks each, which read the memory of their neighbours only."""
     messages = {"ZEROX_EXCHANGE": "messages"} if way == "messages" else {}
-    machine = f"machine{rank // 2}" if way == "two machines" else neighbours._machine()
-    with patch.dict(os.environ, messages), patch.object(neighbours, "_machine", lambda: machine):
+    machine = f"machine{rank // 2}" if way == "two machines" else neighbours.name_of_machine()
+    with patch.dict(os.environ, messages), patch.object(neighbours, "name_of_machine", lambda: machine):
         yield
 
 

@@ -30,7 +30,6 @@ from zerox.ranks.neighbours import (
     Questions,
     find_neighbours,
     is_state_pulled,
-    processes_here,
 )
 from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
@@ -326,7 +325,8 @@ def find_ranks(
     made = _with_neighbours(replace(made, failure_detector=failure_detector))
     if not is_pulled or made.neighbours.linger is not None:
         return made
-    return with_questions(made, same_ranks(group, "gloo", roll_call, timeout_of(group, "gloo")))
+    asked = same_ranks(group, "gloo", roll_call, timeout_of(group, "gloo"))
+    return with_questions(made, asked, roll_call.process_of_parent())
 
 
 def _failure_detector(
@@ -369,14 +369,12 @@ def _linger(ranks: Ranks, neighbours: Sequence[int]) -> C.Linger | None:
     return linger
 
 
-def with_questions(ranks: Ranks, group: dist.ProcessGroup) -> Ranks:
+def with_questions(ranks: Ranks, group: dist.ProcessGroup, processes: Sequence[int]) -> Ranks:
     """``group``: of these ranks, for what they ask each other. Failures close others, and not this one: ranks that are
-    at their end answer there. Collective."""
+    at their end answer there. ``processes``: by rank, those that are known."""
     assert ranks.failure_detector is not None
-    with ranks.failure_told(), C.Doing("the optimizer's constructor"):
-        processes = processes_here(ranks.all_gather_text, ranks.rank)
     questions = Questions.over(group, ranks.device)
-    linger = C.Linger(ranks.failure_detector, processes, ranks.rank)
+    linger = C.Linger(ranks.failure_detector, list(processes), ranks.rank)
     linger.tell_by_message(group, questions.server, questions.asked)
     stay_at_end()
     return replace(ranks, neighbours=replace(ranks.neighbours, linger=linger, questions=questions))

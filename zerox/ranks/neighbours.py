@@ -50,12 +50,6 @@ def is_state_pulled() -> bool:
     return value == "1"
 
 
-def processes_here(all_gather: Gather, rank: int) -> list[int]:
-    """The process of each rank on this machine, else 0. Collective."""
-    everyone = [line.split(" ") for line in all_gather(f"{_machine()} {os.getpid()}")]
-    return [int(pid) if machine == everyone[rank][0] else 0 for machine, pid in everyone]
-
-
 def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:
     """The process of each rank on this machine, else 0; 0 everywhere if any rank there can't read another.
 
@@ -64,7 +58,7 @@ def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:
     """
     C.let_siblings_read()
     secret = torch.tensor([secrets.randbits(62)], device="cpu")
-    told = all_gather(f"{_machine()} {os.getpid()} {secret.data_ptr()} {int(secret)}")
+    told = all_gather(f"{name_of_machine()} {os.getpid()} {secret.data_ptr()} {int(secret)}")
     everyone = [line.split(" ") for line in told]
     here = everyone[rank][0]
     pids = tuple(int(pid) if machine == here else 0 for machine, pid, *_ in everyone)
@@ -83,7 +77,7 @@ def _reads(pid: str, address: int, number: int) -> bool:
     return C.read_memory(int(pid), address, found) and int(found) == number
 
 
-def _machine() -> str:
+def name_of_machine() -> str:
     """A name for this boot of this machine and its process numbers; a random one if there is no /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from multiprocessing import parent_process
 from types import TracebackType
 from typing import TypeVar
 
@@ -15,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zerox import _C as C
 from zerox.ranks.calls import say_after
+from zerox.ranks.neighbours import name_of_machine
 
 T = TypeVar("T")
 
@@ -62,7 +65,7 @@ class RollCall:
         """
         if self.store is None:
             return
-        self.store.set(f"rank {self.rank}", "here")
+        self.store.set(f"rank {self.rank}", f"{name_of_machine()} {os.getpid()}")
         first_rank, _, first = self.store.compare_set("terms", "", f"{self.rank} {terms}").decode().partition(" ")
         if first != terms:
             self._decide(f"ranks must agree: rank {first_rank} has {first}; rank {self.rank} has {terms}")
@@ -81,6 +84,15 @@ class RollCall:
             raise RuntimeError(decision)
         if decision != ALL_CAME:
             raise ValueError(f"zerox: {decision}")
+
+    def process_of_parent(self) -> list[int]:
+        """By rank, once all have come: that of the rank which is this process's parent, as multiprocessing has them; 0
+        for all others."""
+        parent, here = parent_process(), name_of_machine()
+        if self.store is None or parent is None:
+            return [0] * self.size
+        told = [self.store.get(f"rank {rank}").decode() for rank in range(self.size)]
+        return [parent.pid or 0 if each == f"{here} {parent.pid}" else 0 for each in told]
 
     def unless_one_fails(self, connect: Callable[[], T], give_up: Callable[[], None]) -> T:
         """Returns ``connect()``, which waits for all ranks. RuntimeError at once if one of them raised instead.
