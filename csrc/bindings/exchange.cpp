@@ -97,7 +97,7 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("address", &PublishedState::address)
       .def_property_readonly("version", &PublishedState::version)
       .def("begin_change", &PublishedState::begin_change)
-      .def("note_change", &PublishedState::note_change)
+      .def("follow_change", &PublishedState::follow_change)
       .def(
           "end_change",
           [](PublishedState& self, StateChange what, bool is_whole, std::optional<std::vector<at::Tensor>> tensors) {

@@ -23,12 +23,14 @@ class StateTensors final : public PublishedState::Places {
 
   size_t count() const override { return tensors_.size(); }
   std::vector<int64_t> addresses() const override;
-  void read(size_t place, size_t start, void* into, size_t bytes) const override;
+  void read(size_t place, size_t start, void* into, size_t bytes, bool follows_caller) const override;
   void note_change() override;
+  void follow_change() const override;
 
  private:
+  const at::Tensor* on_device() const;
   std::shared_ptr<c10::Event> last_change(c10::Device device) const;
-  void read_from_device(const at::Tensor& values, size_t start, void* into, size_t bytes) const;
+  void read_from_device(const at::Tensor& values, size_t start, void* into, size_t bytes, bool follows_caller) const;
 
   const std::vector<at::Tensor> tensors_;
   mutable Mutex<LockRank::state_tensors> mutex_;                       // of the next one

@@ -99,7 +99,7 @@ std::optional<StateSource::Directory> PeerStates::find(int rank, int64_t version
 bool PeerStates::copy(int rank, const Directory& from, size_t place, size_t start, const at::Tensor& into,
                       LongWait& wait) const {
   if (rank != linger_->rank()) return others_->read(rank, from, place, start, into, wait);
-  return own_->read(from.stamp, place, start, into.mutable_data_ptr(), into.nbytes());
+  return own_->read(from.stamp, place, start, into.mutable_data_ptr(), into.nbytes(), /*follows_caller=*/true);
 }
 
 bool PeerStates::read(int rank, int64_t version, size_t num_places, size_t place, size_t start,

@@ -47,9 +47,9 @@ void PublishedState::end_change(StateChange what, bool is_whole, std::shared_ptr
   changing_ = std::thread::id();
 }
 
-void PublishedState::note_change() {
+void PublishedState::follow_change() const {
   const std::lock_guard lock(mutex_);
-  if (places_ != nullptr) places_->note_change();
+  if (places_ != nullptr) places_->follow_change();
 }
 
 size_t PublishedState::num_places() const {
@@ -58,7 +58,8 @@ size_t PublishedState::num_places() const {
 }
 
 // Whoever reads keeps the places, which another thread may replace meanwhile.
-bool PublishedState::read(StateStamp wanted, size_t place, size_t start, void* into, size_t bytes) const {
+bool PublishedState::read(StateStamp wanted, size_t place, size_t start, void* into, size_t bytes,
+                          bool follows_caller) const {
   std::shared_ptr<const Places> places;
   {
     const std::lock_guard lock(mutex_);
@@ -67,7 +68,7 @@ bool PublishedState::read(StateStamp wanted, size_t place, size_t start, void* i
   }
   fence_of_copies();
   try {
-    places->read(place, start, into, bytes);
+    places->read(place, start, into, bytes, follows_caller);
   } catch (const std::exception&) {
     if (now() == wanted) throw;
     return false;

@@ -98,10 +98,13 @@ class PublishedState {
     virtual ~Places() = default;
     virtual size_t count() const = 0;
     virtual std::vector<int64_t> addresses() const = 0;
-    // Copies bytes of a place, into the host's memory. May wait for a device, and may throw.
-    virtual void read(size_t place, size_t start, void* into, size_t bytes) const = 0;
-    // The current thread may have changed what lies there, or had a device do so that is still at it.
+    // Copies bytes of a place, into the host's memory; `follows_caller`: behind what this thread has had a device do.
+    // May wait for a device, and may throw.
+    virtual void read(size_t place, size_t start, void* into, size_t bytes, bool follows_caller) const = 0;
+    // The current thread has changed what lies there, or had a device do so that is still at it.
     virtual void note_change() = 0;
+    // What this thread has a device do next comes after that.
+    virtual void follow_change() const = 0;
   };
 
   // Around a change, which may have others inside, or beside it. `is_whole`: false if it broke off, which only a load
@@ -109,14 +112,13 @@ class PublishedState {
   void begin_change();
   void end_change(StateChange what, bool is_whole, std::shared_ptr<Places> places = {});
 
-  // What the current thread has done to the state itself, in no change, comes before what is read from now on. A
-  // change needs no such call.
-  void note_change();
-
-  // For threads of this process, as StateReader's for other ranks.
+  // For threads of this process, as StateReader's for other ranks. `follows_caller` sees what a script has written into
+  // the state itself. A thread that answers others must not follow anything but changes: what its device does next may
+  // wait for them.
   StateStamp now() const { return StateStamp((*block_)[stamp]); }
   size_t num_places() const;
-  bool read(StateStamp stamp, size_t place, size_t start, void* into, size_t bytes) const;
+  bool read(StateStamp stamp, size_t place, size_t start, void* into, size_t bytes, bool follows_caller = false) const;
+  void follow_change() const;
 
   // One that breaks off unless it comes to done().
   class Change {

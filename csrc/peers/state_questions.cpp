@@ -1,7 +1,7 @@
 #include "peers/state_questions.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <deque>
@@ -46,7 +46,7 @@ void StateQuestions::abandon(const std::deque<Questions::Asked>& asked) {
 }
 
 StateSource::Directory StateQuestions::ask(int rank, LongWait& wait) {
-  const at::Tensor answer = at::empty({2}, at::kLong);
+  const at::Tensor answer = at::full({2}, kFailed, at::kLong);  // until there is another answer
   const auto asked = questions_.ask(rank, StateQuestion{}.numbers(), answer);
   try {
     await(asked, wait);

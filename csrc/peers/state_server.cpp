@@ -1,6 +1,7 @@
 #include "peers/state_server.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <exception>
 #include <utility>
@@ -9,6 +10,7 @@ namespace zx {
 
 StateServer::StateServer(const Group& group, bool is_pinned)
     : is_pinned_(is_pinned),
+      nothing_(at::zeros({1}, at::kByte)),
       server_(group, StateQuestion::kKind, "zerox state", [this](const HeardQuestion& heard) { hear(heard); }) {}
 
 void StateServer::serve(const std::shared_ptr<const PublishedState>& state) {
@@ -23,7 +25,13 @@ void StateServer::hear(const HeardQuestion& heard) {
     state = state_.lock();
   }
   const bool wants_part = StateQuestion::of(heard.what).bytes > 0;
-  server_.answer(heard.rank, heard.tag, wants_part ? part_of(state.get(), heard) : stamp_of(state.get()));
+  at::Tensor answer = nothing_;  // a byte, which ends a wait for more
+  try {
+    answer = wants_part ? part_of(state.get(), heard) : stamp_of(state.get());
+  } catch (const std::exception&) {  // there is no memory
+    if (state) failed_ = state->now();
+  }
+  server_.answer(heard.rank, heard.tag, std::move(answer));
 }
 
 at::Tensor StateServer::stamp_of(const PublishedState* state) const {

@@ -33,6 +33,7 @@ class StateServer {
   at::Tensor empty(int64_t bytes) const;
 
   const bool is_pinned_;
+  const at::Tensor nothing_;
   Mutex<LockRank::state_server> mutex_;  // of what is served
   std::weak_ptr<const PublishedState> state_{};
   StateStamp failed_ = StateStamp(-1);  // that of the state which could not be read; of the server's thread

@@ -26,18 +26,18 @@ using Values = std::vector<int64_t>;
 struct Places : PublishedState::Places {
   explicit Places(std::vector<const Values*> arrays) : arrays(std::move(arrays)) {}
   size_t count() const override { return arrays.size(); }
-  void read(size_t place, size_t start, void* into, size_t bytes) const override {
+  void read(size_t place, size_t start, void* into, size_t bytes, bool /*follows_caller*/) const override {
     const auto address = reinterpret_cast<uint64_t>(arrays.at(place)->data()) + start;
     if (!read_memory(getpid(), address, into, bytes)) throw std::runtime_error("it can't be read");
   }
-  void note_change() override { ++num_changes; }
+  void note_change() override {}
+  void follow_change() const override {}
   std::vector<int64_t> addresses() const override {
     std::vector<int64_t> found;
     for (const Values* each : arrays) found.push_back(reinterpret_cast<int64_t>(each->data()));
     return found;
   }
   std::vector<const Values*> arrays;
-  int num_changes = 0;
 };
 
 struct Rank {

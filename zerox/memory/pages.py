@@ -17,15 +17,20 @@ STEP_BYTES = 8 << 10
 LINE_BYTES = 64
 
 
+def in_large_pages(made: Tensor) -> Tensor:
+    """The tensor itself, which nobody has written yet. Its first writes take a tenth of the time, too."""
+    if made.device.type == "cpu" and made.nbytes >= PAGED_BYTES:
+        C.advise_large_pages(made)
+    return made
+
+
 def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) -> Tensor:
     """``[numel]``, on Linux in large pages, which need no setup: see csrc/cpu/large_pages.h.
 
     ``place``: its number, from 1 on, among the arrays that are walked together; 0: wherever the allocator likes.
     """
     nbytes = storage_bytes(numel, dtype.itemsize, device.type == "cpu", place)
-    made = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    if device.type == "cpu" and nbytes >= PAGED_BYTES:
-        C.advise_large_pages(made)
+    made = in_large_pages(torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device))
     made.zero_()
     if made.numel() == numel:
         return made

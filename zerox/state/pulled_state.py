@@ -18,6 +18,7 @@ from zerox import _C as C
 from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import decode, master_of
+from zerox.memory.pages import in_large_pages
 from zerox.memory.stored import Stored
 from zerox.optimizer.core import Core
 from zerox.params.params import ParamGather
@@ -211,7 +212,6 @@ class PulledState:
 
     def _await(self, _: Visit) -> None:
         if self.window is not None:
-            self.window.own.note_change()  # a script may have written state in place
             self.window.peers.await_pulls()
 
     @property
@@ -275,7 +275,7 @@ class PulledState:
         bucket = self.core.buckets[index]
         stored, place = bucket.state[key], 2 * list(bucket.state).index(key)
         shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
-        whole = torch.empty_strided(shape, strides, dtype=_wide(stored), device=CPU)
+        whole = in_large_pages(torch.empty_strided(shape, strides, dtype=_wide(stored), device=CPU))
         flat = whole.as_strided((whole.numel(),), (1,))
         is_wide = _is_wide(stored)
         is_remainder = stored.spec == REMAINDER
@@ -369,7 +369,7 @@ def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[...
         raise RuntimeError(WRITTEN)
     if state.is_in_graph:
         raise RuntimeError(IN_GRAPH)
-    state.window.own.note_change()
+    state.window.own.follow_change()  # what reads this rank's own parameters
     with C.Doing("a read of optimizer state"), C.StatePull(state.window.peers), torch.no_grad():
         return method(state, version, *what)
 
