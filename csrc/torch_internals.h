@@ -98,7 +98,7 @@ inline c10::Stream high_priority_stream(c10::Device device) {
 }
 
 // Of streams that nothing else takes: others come from torch's pools of the highest and the default priority, in turn,
-// and may be one on which a collective waits for another rank.
+// and may be one on which a collective waits for another rank. (GPUs with two priorities have no such streams.)
 inline c10::Stream stream_of_copies(c10::Device device) {
   constexpr int kBetween = -1;  // a priority above the default
   return Guard(device.type()).getNewStream(device, kBetween);
