@@ -97,10 +97,11 @@ inline c10::Stream high_priority_stream(c10::Device device) {
   return Guard(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-// Of streams that nothing else takes: others come from torch's pools of the highest and the default priority, in turn,
-// and may be one on which a collective waits for another rank. (GPUs with two priorities have no such streams.)
+// Of streams that hardly anything else takes: others come from torch's pools, in turn, and may be one on which a
+// collective waits for another rank. NCCL, zerox and FSDP2 take the highest priority, the default one and the one above
+// that. (GPUs with three priorities or fewer have no other.)
 inline c10::Stream stream_of_copies(c10::Device device) {
-  constexpr int kBetween = -1;  // a priority above the default
+  constexpr int kBetween = -2;
   return Guard(device.type()).getNewStream(device, kBetween);
 }
 

@@ -62,7 +62,7 @@ void StateTensors::read(size_t place, size_t start, void* into, size_t bytes, bo
   if (errno == EFAULT || values.storage().nbytes() < values.storage_offset() * values.itemsize() + start + bytes) {
     throw std::runtime_error("its memory is gone");
   }
-  std::memcpy(into, from, bytes);
+  std::memcpy(into, from, bytes);  // nobody should move it meanwhile
 }
 
 void StateTensors::read_from_device(const at::Tensor& values, size_t start, void* into, size_t bytes,

@@ -14,8 +14,8 @@ namespace {
 // A wait that runs out of time closes all connections, and nobody may ask for days.
 constexpr std::chrono::hours kForever{24 * 365 * 10};
 constexpr std::chrono::milliseconds kAfterFailure{10};
-constexpr int kMostFailures = 100;
-constexpr size_t kAwaited = 4;  // questions
+constexpr int kMostFailures = 100;  // and as many as all ranks bring about when they die
+constexpr int kAwaited = 4;         // questions
 
 }  // namespace
 
@@ -45,7 +45,7 @@ void QuestionServer::serve() {
 #endif
   std::deque<Listening> awaited;
   int failures = 0;
-  while (failures < kMostFailures) {
+  while (failures < kMostFailures + kAwaited * group_->getSize()) {
     try {
       if (!listen(awaited)) return;
       failures = 0;
@@ -59,7 +59,7 @@ void QuestionServer::serve() {
 
 // Receives one question. Returns false when the server stops.
 bool QuestionServer::listen(std::deque<Listening>& awaited) {
-  while (awaited.size() < kAwaited) {
+  while (static_cast<int>(awaited.size()) < kAwaited) {
     std::vector<at::Tensor> into{at::empty({HeardQuestion::kHeader + kind_.num_numbers}, at::kLong)};
     awaited.push_back({into[0], backend_->recvAnysource(into, kind_.tag_of_questions())});
   }

@@ -15,6 +15,7 @@ from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
 from tests.accelerator.sharded import HERE, ranks_of_threads
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS
+from tests.ranks import TIMEOUT_S
 from zerox import FusedShardedAdam
 from zerox.ranks.group import Ranks
 from zerox.state.pulled_tensor import PulledTensor
@@ -90,7 +91,7 @@ def own_parts(optimizer: FusedShardedAdam) -> Parts:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("exchange", ["native", "via host"])
 def test_a_rank_saves_the_whole_state_alone(exchange: str, stage: int, kind: str) -> None:
-    together = threading.Barrier(2)
+    together = threading.Barrier(2, timeout=TIMEOUT_S)
     results = run_fake_ranks(saves_alone, 2, exchange, stage, kind, together, are_asked=True)
     expect_no_races()
     for found, whole, _ in results:

@@ -304,8 +304,8 @@ def find_ranks(
     grid = choose_grid(process_group)
     on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
     roll_call.answer(
-        f"ZEROX_EXCHANGE={exchange} and {SWITCH}={int(is_pulled)} over {backend} for parameters on "
-        f"{device.type}{on_mesh}"
+        f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}, with "
+        f"{SWITCH}={int(is_pulled)}"
     )
     data = same_ranks(group, backend, roll_call, timeout_of(group, backend))
     # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.
@@ -370,9 +370,10 @@ def _linger(ranks: Ranks, neighbours: Sequence[int]) -> C.Linger | None:
 
 
 def with_questions(ranks: Ranks, group: dist.ProcessGroup, processes: Sequence[int]) -> Ranks:
-    """``group``: of these ranks, for what they ask each other. Failures close others, and not this one: ranks that are
-    at their end answer there. ``processes``: by rank, those that are known."""
+    """``group``: of these ranks, for what they ask each other. Ranks that are at their end answer there, those that
+    gave up do not. ``processes``: by rank, those that are known."""
     assert ranks.failure_detector is not None
+    ranks.failure_detector.add_group(group, for_questions=True)
     questions = Questions.over(group, ranks.device)
     linger = C.Linger(ranks.failure_detector, list(processes), ranks.rank)
     linger.tell_by_message(group, questions.server, questions.asked)

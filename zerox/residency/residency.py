@@ -138,11 +138,9 @@ class Residency:
     def _messages(self) -> dist.ProcessGroup | None:
         """In which ranks are asked for their shards: also at their end, if there is such a group."""
         ranks = self.ranks
-        if ranks.neighbours.questions is None or ranks.failure_detector is None:
-            return ranks.data if ranks.backend == "gloo" else ranks.control
-        group = ranks.neighbours.questions.group
-        ranks.failure_detector.add_group(group, for_questions=True)
-        return group
+        if ranks.neighbours.questions is not None:
+            return ranks.neighbours.questions.group
+        return ranks.data if ranks.backend == "gloo" else ranks.control
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
         if left := self.left.get(id(params[0])):
