@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.allocator import Allocator, build
-from tests.mortal_ranks import start_ranks
 from tests.optimizer.models import KINDS
 from tests.programs import run_programs
 from tests.pull.test_ends import (
@@ -33,6 +32,7 @@ from tests.pull.test_ends import (
 from tests.pull.test_rank_0_saves import (
     REMAINDERS,
     assert_same,
+    check_that_it_is_named,
     full,
     late_owner,
     loaded,
@@ -134,13 +134,7 @@ def test_a_rank_that_cannot_read_its_own_state_says_so() -> None:
 
 
 def test_an_owner_that_is_gone_is_named(tmp_path: Path) -> None:
-    ranks = start_ranks(by_message, 2, owner_ends, folder=tmp_path / "ranks", timeout_s=60)
-    try:
-        answer = ranks.answer(0, within_s=120)
-    finally:
-        ranks.close()
-    assert answer.startswith("True ")
-    assert "rank 1" in answer
+    check_that_it_is_named(tmp_path, by_message, owner_ends)
 
 
 def is_slow_in_a_barrier(rank: int, world_size: int) -> float:

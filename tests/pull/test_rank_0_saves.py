@@ -10,6 +10,7 @@ import pickle
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -476,14 +477,19 @@ def owner_ends(rank: int, world_size: int) -> str:
     return "saved"
 
 
-def test_an_owner_that_is_gone_is_named(tmp_path: Path) -> None:
-    ranks = start_ranks(owner_ends, 2, folder=tmp_path / "ranks", timeout_s=60)
+def check_that_it_is_named(folder: Path, function: Callable[..., str], *args: Any) -> None:
+    """By rank 0. ``function(rank, world_size, *args)``: owner_ends(), or what calls it."""
+    ranks = start_ranks(function, 2, *args, folder=folder / "ranks", timeout_s=60)
     try:
         answer = ranks.answer(0, within_s=120)
     finally:
         ranks.close()
     assert answer.startswith("True ")
     assert "rank 1" in answer
+
+
+def test_an_owner_that_is_gone_is_named(tmp_path: Path) -> None:
+    check_that_it_is_named(tmp_path, owner_ends)
 
 
 def in_the_gather(rank: int, world_size: int) -> None:
