@@ -48,8 +48,8 @@ def test_every_place_on_the_page_is_one_that_the_code_names() -> None:
 
 
 def test_every_thread_that_has_a_name_is_on_the_page() -> None:
-    names = set(re.findall(r'"(zerox (?:pack|land|gather|ahead|shards|state))"', SOURCES))
-    assert len(names) == 6, "they were not recognised"
+    names = set(re.findall(r'"(zerox (?:pack|land|gather|ahead|shards|state|linger))"', SOURCES))
+    assert len(names) == 7, "they were not recognised"
     for name in names:
         assert f"`{name}`" in PAGE
     described = set(re.findall(r'(?:Worker \w+\{|pthread_setname_np\(pthread_self\(\), |::kKind, )"([^"]+)"', SOURCES))

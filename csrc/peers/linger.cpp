@@ -1,5 +1,6 @@
 #include "peers/linger.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <exception>
@@ -40,6 +41,9 @@ Lists& lists() {
 
 // What is kept, until there is nothing. It is freed without the lock.
 void watch_kept() {
+#ifdef __linux__
+  pthread_setname_np(pthread_self(), "zerox linger");
+#endif
   while (true) {
     std::this_thread::sleep_for(kLook);
     std::vector<Kept> over;

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.allocator import Allocator, build
+from tests.lingering import await_lingering
 from tests.ranks import run_ranks, run_threads
 from zerox import FusedShardedAdam
 
@@ -101,6 +102,7 @@ def delete(rank: int, world_size: int, library: Path, stage: int, moment: str) -
     """Bytes beyond the buffers that parameters lie in when the optimizer, all but one parameter, and all are gone."""
     allocator = Allocator(library)
     gc.collect()
+    await_lingering()
     base = allocator.now
     model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 300)).bfloat16()
     optimizer = FusedShardedAdam(model.parameters(), stage=stage, bucket_cap_mb=0.1)
@@ -112,6 +114,7 @@ def delete(rank: int, world_size: int, library: Path, stage: int, moment: str) -
         optimizer.synchronize()
     buffers = [bucket.buffer.flat.nbytes for bucket in optimizer.inside.buckets]
     del optimizer
+    await_lingering()
     model.zero_grad()  # stage 1 leaves gradients that are the user's
     beyond = [allocator.now - base - sum(buffers)]
     last = model[0].weight.data  # the one of the first layer's bucket: it comes last

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.allocator import Allocator, build
+from tests.lingering import await_lingering
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 from zerox import FusedShardedAdam, MemoryBytes, estimate
@@ -91,6 +92,7 @@ def measure(
     gradients are there), or is left "free".
     """
     allocator = Allocator(library)
+    await_lingering()
     base = allocator.now
     model = Wide(dtype, width)
     options = {"bucket_cap_mb": CAP_MB if width == WIDTH else None, **options}
@@ -204,6 +206,7 @@ def test_peak_where_the_wire_keeps_up(world_size: int, dtype: torch.dtype, optio
 
 def construct(_: int, world_size: int, library: Path, dtype: torch.dtype) -> tuple[int, MemoryBytes, int]:
     allocator = Allocator(library)
+    await_lingering()
     base = allocator.now
     model = Wide(dtype, DEFAULT_WIDTH)
     peak = allocator.peak_of(lambda: FusedShardedAdam(model.parameters())) - base

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.allocator import Allocator, build
+from tests.lingering import await_lingering
 from tests.memory.test_peak import WITHIN
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, estimate
@@ -61,7 +62,7 @@ MODELS: dict[str, Callable[[torch.dtype], nn.Module]] = {"deep": Deep, "tied": T
 def free_what_is_left() -> None:
     """Shards of a deleted optimizer are freed when the next one is built, once all ranks have deleted theirs."""
     gc.collect()
-    dist.barrier()
+    await_lingering()
     FusedShardedAdam([nn.Parameter(torch.ones(1))], stage=3)
     dist.barrier()
 
