@@ -1,13 +1,12 @@
-"""The ranks of these tests end with each file: malloc keeps gigabytes of what they have freed."""
+"""Ranks that hold nothing of other files' tests: their bytes are counted."""
 
-from collections.abc import Iterator
+from __future__ import annotations
 
 import pytest
 
 from tests.ranks import pool
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks_that_end() -> Iterator[None]:
-    yield
+@pytest.fixture(autouse=True, scope="module")
+def new_ranks() -> None:
     pool.close()
