@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerox import _torch
 from zerox.plan.cut import Cut, dense, slowest_first
+from zerox.plan.environment import STATE_PULL, is_state_pulled
 from zerox.plan.rectangles import Rectangle, rectangles
 from zerox.plan.span import Span
 
@@ -98,7 +99,7 @@ class SlicedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.own.numel() < self.numel():
-            _warn_of_pickling()
+            refuse_pickling()
         return self._reduced()
 
     def _reduced(self) -> Any:
@@ -159,15 +160,31 @@ def _rebuild(
     return SlicedTensor(shape, strides, Span(start, start + values.numel()), values, Cut(*cut) if cut else None)
 
 
+def refuse_pickling() -> None:
+    """RuntimeError: a reader of the file would notice only when the other ranks' moments are gone. Once a process a
+    warning, if ranks are to have files of their own."""
+    if is_state_pulled():
+        raise RuntimeError(
+            f"zerox: {IS_PICKLED}, and it can't read the rest alone, as with tables, DTensors, experts and parameters "
+            f"that are each rank's own, or after a CUDA graph: {INSTEAD}. For files of each rank set {STATE_PULL}=0"
+        )
+    _warn_of_pickling()
+
+
 @functools.cache
 def _warn_of_pickling() -> None:
-    """Once a process: a reader of the file would notice only when the other ranks' moments are gone."""
     warnings.warn(
-        "zerox: optimizer.state_dict() is being pickled, and of several ranks it is this rank's share only: without "
-        "the files of all other ranks their moments are lost. Use zerox.save(), optimizer.full_state_dict(), "
-        "torch.distributed.checkpoint, or call optimizer.consolidate_state_dict() on all ranks before state_dict()",
-        stacklevel=4,
+        f"zerox: {IS_PICKLED}: without the files of all other ranks their moments are lost. To have them all, "
+        f"{INSTEAD}",
+        stacklevel=5,
     )
+
+
+IS_PICKLED = "optimizer.state_dict() is being pickled, and of several ranks it is this rank's share only"
+INSTEAD = (
+    "call optimizer.consolidate_state_dict() on all ranks before state_dict(), or use zerox.save(), "
+    "optimizer.full_state_dict() or torch.distributed.checkpoint"
+)
 
 
 # Without the warning: between processes of one machine, as in DCP's background saves, nothing is lost.

@@ -117,9 +117,9 @@ def saved(rank: int, world_size: int) -> None:
             assert set(plain.state) == set(model.parameters())
             assert all(state["exp_avg"].shape == param.shape for param, state in plain.state.items())
     of_other: list[Any] = [None] * world_size
-    dist.all_gather_object(of_other, optimizer.state_dict()["state"])
+    dist.all_gather_object(of_other, optimizer.state_dict()["state"][0])
     state = optimizer.state_dict()
-    state["state"] = {**state["state"], 0: of_other[1 - rank][0]}
+    state["state"] = {**state["state"], 0: of_other[1 - rank]}
     with pytest.raises(ValueError, match=r"exp_avg of shape .* was saved for a parameter that is this rank's own"):
         optimizer.load_state_dict(state)
     optimizer.load_state_dict(optimizer.state_dict())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["VARIABLES", "Variable", "rows"]
+__all__ = ["STATE_PULL", "VARIABLES", "Variable", "is_state_pulled", "rows"]
+
+STATE_PULL = "ZEROX_STATE_PULL"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ VARIABLES = (
         "handler of SIGSEGV fetches it; `0`: no handler, such reads raise, or end the process",
     ),
     Variable(
-        "ZEROX_STATE_PULL",
+        STATE_PULL,
         "run",
         "`1` (default): a rank that saves or reads `optimizer.state_dict()` alone reads the other ranks' part, in "
         "their memory or by message; `0`: it has its own share only",
@@ -96,3 +98,11 @@ def rows() -> str:
     """The table in Markdown, without the variables of tests (`zerox env` prints those too)."""
     found = [f"| `{each.name}` | {each.when} | {each.meaning} |" for each in VARIABLES if each.when != "test"]
     return "\n".join(["| variable | when | means |", "|---|---|---|", *found])
+
+
+def is_state_pulled() -> bool:
+    """Whether ranks read each other's optimizer state. ValueError."""
+    value = os.environ.get(STATE_PULL) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{STATE_PULL} must be '0' or '1', got '{value}'")
+    return value == "1"

@@ -18,19 +18,14 @@ from zerox import _C as C
 from zerox import _torch
 from zerox._C import FailureDetector
 from zerox.plan import combinations
+from zerox.plan.environment import STATE_PULL, is_state_pulled
 from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.calls import say_after
 from zerox.ranks.compared import digest, first_that_differs, line_of
 from zerox.ranks.ends import stay_at_end
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.last_words import last_words
-from zerox.ranks.neighbours import (
-    SWITCH,
-    Neighbours,
-    Questions,
-    find_neighbours,
-    is_state_pulled,
-)
+from zerox.ranks.neighbours import Neighbours, Questions, find_neighbours
 from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
     GroupArgument,
@@ -90,6 +85,15 @@ class Ranks:
         self.origin.process.check()
         if self.origin.why_alone:
             check_still_alone(self.origin.why_alone)
+
+    @property
+    def are_of_parent(self) -> bool:
+        """Whether this is a forked child, which asks nobody."""
+        try:
+            self.origin.process.check()
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def given(self) -> dist.ProcessGroup | None:
@@ -305,7 +309,7 @@ def find_ranks(
     on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
     roll_call.answer(
         f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}, with "
-        f"{SWITCH}={int(is_pulled)}"
+        f"{STATE_PULL}={int(is_pulled)}"
     )
     data = same_ranks(group, backend, roll_call, timeout_of(group, backend))
     # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from zerox import _C as C
 
-SWITCH = "ZEROX_STATE_PULL"
-
 Gather = Callable[[str], list[str]]
 
 
@@ -40,14 +38,6 @@ class Neighbours:
     processes: tuple[int, ...] = ()
     linger: C.Linger | None = None
     questions: Questions | None = None
-
-
-def is_state_pulled() -> bool:
-    """What the user wants. ValueError."""
-    value = os.environ.get(SWITCH) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} must be '0' or '1', got '{value}'")
-    return value == "1"
 
 
 def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:

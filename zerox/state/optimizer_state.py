@@ -25,11 +25,12 @@ from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, text_for_ranks
 from zerox.state.full_state import full_state, in_full, show_in_group
 from zerox.state.own_state import as_loaded, check_own, places_of, warn_of_dcp, warn_of_others, with_own
-from zerox.state.pulled_state import PulledState, open_window
+from zerox.state.pulled_state import PulledState
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
 from zerox.state.sliced_state import sliced_state, whole_form
+from zerox.state.state_changes import open_window
 from zerox.state.state_dict import (
     Uncast,
     check_groups,
@@ -138,7 +139,7 @@ class OptimizerState:
             if consolidated.is_of(self.core.buckets):
                 return consolidated.state
         if request is None and self.pulls.is_complete:
-            return {member.number: state for member, state in self.pulls.shown()}
+            return {member.number: state for member, state in self.pulls.shown() if state}
         if self._is_whole_here:
             return self._with_masks() if any(bucket.mask for bucket in self.core.buckets) else None
         return {member.number: state for bucket in self.core.buckets for member, state in whole_form(bucket)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,23 +18,23 @@ from zerox import _C as C
 from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import decode, master_of
+from zerox.memory.mask import Mask, unpack_bits
 from zerox.memory.pages import in_large_pages
-from zerox.memory.stored import Stored
+from zerox.memory.stored import SCALE, Stored
 from zerox.optimizer.core import Core
-from zerox.params.params import ParamGather
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
 from zerox.plan.layout import Segment
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cuts_of
-from zerox.ranks.group import Ranks
-from zerox.ranks.neighbours import is_state_pulled
-from zerox.residency.residency import Residency
-from zerox.rules.rule import MASTER, REMAINDER, NumberSpec
+from zerox.ranks.group import CPU
+from zerox.rules.rule import MASK, MASTER, REMAINDER, NumberSpec
+from zerox.state.full_state import show_in_group
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.shown_state import ShownState
+from zerox.state.state_changes import ABSENT, PARAMS, Changing, Params, Places, Window, keys_that_start, sharded
 
 PATIENCE_S = 10.0
-CPU = torch.device("cpu")
+T = TypeVar("T")
 NOTHING: AbstractContextManager[None] = nullcontext()
 CHANGED = (
     "zerox: this is the state before a later step() or load_state_dict() (or, with masters of 16-bit parameters that "
@@ -58,102 +58,6 @@ IN_GRAPH = (
 )
 
 
-class Window(NamedTuple):
-    """``own``: this rank's state, for the others; ``peers``: that of all."""
-
-    own: C.PublishedState
-    peers: C.PeerStates
-
-
-def open_window(ranks: Ranks) -> Window | None:
-    """None if not all ranks can read this one's state, or the user wants none of it. Collective."""
-    linger, questions = ranks.neighbours.linger, ranks.neighbours.questions
-    if ranks.failure_detector is None or linger is None or not is_state_pulled():
-        return None
-    own = C.PublishedState()
-    others: C.StateSource
-    if questions is None:
-        control_blocks = [int(each) for each in ranks.all_gather_text(str(own.address))]
-        others = C.StatesInMemory(ranks.neighbours.processes, control_blocks)
-    else:
-        questions.server.serve(own)
-        others = questions.asked
-    return Window(own, C.PeerStates(own=own, failure_detector=ranks.failure_detector, linger=linger, others=others))
-
-
-class Params:
-    """What all Changing of a rank share: when its parameters change, of which masters are made. What was copied of them
-    is of one state if no change was open before, and ``number`` is the same afterwards."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.num_open = 0
-        self.updating = 0  # the thread in step(), until all have come from their owners
-        self.published: list[object] = []  # the objects in which the state lay when its tensors were last published
-
-    def begin(self) -> None:
-        self.number += 1
-        self.num_open += 1
-
-    def end(self) -> None:
-        self.num_open -= 1
-
-    @property
-    def are_changing(self) -> bool:
-        return bool(self.num_open or self.updating)
-
-
-class Changing:
-    """Around what changes state on this rank: nobody reads it meanwhile, and what was read before is of an older
-    version, unless this rank changes it alone."""
-
-    def __init__(self, own: C.PublishedState, core: Core, params: Params, what: C.StateChange) -> None:
-        self.own = own
-        self.params = params
-        self.buckets = core.buckets
-        self.gather = core.gather
-        self.what = what
-
-    def __enter__(self) -> None:
-        if self.what != C.StateChange.OF_THIS_RANK:
-            self.params.begin()
-        self.own.begin_change()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        now: list[object] = []
-        for bucket in self.buckets:
-            now += (bucket.state, len(bucket.numbers), bucket.param_shard)
-        tensors = None
-        if not C.has_same_objects(now, self.params.published):
-            self.params.published = now
-            tensors = [tensor for bucket in self.buckets for tensor in _tensors_of(bucket)]
-            residents = _sharded(self.gather)
-            if residents is not None and any(REMAINDER.key in bucket.state for bucket in self.buckets):
-                residents.set_state(self.own)
-        self.own.end_change(self.what, kind is None, tensors)
-        if self.what != C.StateChange.OF_THIS_RANK:
-            self.params.end()
-
-
-def _sharded(gather: ParamGather | Residency) -> C.Residency | None:
-    """The parameters, if they are sharded, and not whole for good since unshard()."""
-    return gather.residents if isinstance(gather, Residency) and gather.residents.has_shards else None
-
-
-def _tensors_of(bucket: Bucket) -> Iterator[Tensor]:
-    """In which a bucket's state lies on this rank: each state with its scales, if it has some, the numbers, and the
-    parameters."""
-    for stored in bucket.state.values():
-        yield stored.values
-        yield stored.values if stored.scales is None else stored.scales
-    yield from bucket.numbers.values()
-    yield bucket.param_shard
-
-
-def _num_tensors(bucket: Bucket) -> int:
-    return 2 * len(bucket.state) + len(bucket.numbers) + 1
-
-
 class Owner(NamedTuple):
     """A rank that has ``segment`` of a parameter, its ``row``-th."""
 
@@ -169,13 +73,13 @@ class PulledState:
         self.core = core
         self.shows = shows
         self.window = window
-        self.params = Params()
+        self.params, self.places = Params(), Places(core)
         self.of_all = self.of_this_rank = self.of_step = self.load = NOTHING
         if window is not None:
-            self.of_all = Changing(window.own, core, self.params, C.StateChange.OF_ALL)
-            self.of_this_rank = Changing(window.own, core, self.params, C.StateChange.OF_THIS_RANK)
-            self.of_step = Changing(window.own, core, self.params, C.StateChange.STEP)
-            self.load = Changing(window.own, core, self.params, C.StateChange.LOAD)
+            self.of_all = Changing(window.own, self.places, self.params, C.StateChange.OF_ALL)
+            self.of_this_rank = Changing(window.own, self.places, self.params, C.StateChange.OF_THIS_RANK)
+            self.of_step = Changing(window.own, self.places, self.params, C.StateChange.STEP)
+            self.load = Changing(window.own, self.places, self.params, C.StateChange.LOAD)
         self.is_in_graph = False  # step(), which a CUDA graph replays
         self._owners: dict[int, list[list[Owner]]] = {}  # by bucket and slot
         core.phases.before_sync("pulls", self._await)
@@ -224,74 +128,117 @@ class PulledState:
             or core.tables
             or core.grads.subgroups.are_many
             or core.calls.own.are_some
+            or any(cuts_of(member.param) for bucket in core.buckets for member in bucket.members)
         ):
             return False
-        return not any(map(self._has_more, core.buckets))
+        is_read_at_once = any(bucket.rule.on_host for bucket in core.buckets)
+        return not (is_read_at_once and (self.shows.written or core.loading.failed or core.ranks.are_of_parent))
 
-    def _has_more(self, bucket: Bucket) -> bool:
-        """Whether a bucket has state that is not in its tensors alone."""
-        is_cut = any(cuts_of(member.param) for member in bucket.members)
-        return is_cut or bucket.rule.on_host or bucket.mask is not None
-
-    def shown(self) -> Iterator[tuple[Member, dict[str, PulledTensor]]]:
-        """Each parameter's state in the form of full_state_dict()."""
-        assert self.window is not None
+    def shown(self) -> Iterator[tuple[Member, dict[str, Any]]]:
+        """Each parameter's state in the form of full_state_dict(). What that has of a class of torch's depends on how
+        often each parameter was updated: of those the other ranks are asked at once."""
         for index, bucket in enumerate(self.core.buckets):
+            begun = _pull(weakref.ref(self), self.version, PulledState._begun, index) if bucket.rule.on_host else None
             rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
             for slot, member in enumerate(bucket.members):
                 row, own = rows.get(slot, (-1, Segment(-1, Span(0, 0), 0)))
-                pulls = partial(partial, _pull, weakref.ref(self), self.version)
-                shown = {}
-                for spec in (bucket.rule.step, *bucket.rule.numbers):
-                    number = bucket.numbers[spec.key][max(row, 0) : row + 1].clone()
-                    pull = pulls(PulledState._number, index, slot, spec)
-                    shown[spec.key] = PulledTensor(
-                        (), (), Span(0, number.numel()), number, pull, number.dtype, number.device
-                    )
+                shown: dict[str, Any] = {}
+                for spec in (bucket.rule.step, *bucket.rule.numbers) if begun is None else ():
+                    shown[spec.key] = self._shown_number(index, slot, row, spec)
                 for stored in bucket.state.values():
                     key = MASTER.key if stored.spec == REMAINDER else stored.spec.key
-                    span = Span(own.param_start, own.param_start + own.span.numel)
-                    part = stored.part(slice(own.span.start, own.span.stop))
-                    params = bucket.param_of(row) if part.spec == REMAINDER and row >= 0 else None
-                    values = part.values if _is_wide(part) else partial(_widen, part, params)
-                    pull = pulls(PulledState._tensor, index, slot, stored.spec.key)
-                    shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
-                    shown[key] = PulledTensor(shape, strides, span, values, pull, _wide(part), part.values.device)
-                    if part.spec == REMAINDER:
-                        shown[key].int16 = part.values
-                yield member, shown
+                    shown[key] = self._shown_tensor(index, slot, row, own, stored)
+                if bucket.mask is not None and slot in bucket.mask.slots:
+                    shown[MASK.key] = self._shown_mask(index, slot, own, bucket.mask)
+                yield member, shown if begun is None else begun.show(member, slot, shown)
+
+    def _shown_number(self, index: int, slot: int, row: int, spec: NumberSpec) -> PulledTensor:
+        number = self.core.buckets[index].numbers[spec.key][max(row, 0) : row + 1].clone()
+        pull = self._later(PulledState._number, index, slot, spec.key)
+        return PulledTensor((), (), Span(0, number.numel()), number, pull, number.dtype, number.device)
+
+    def _shown_tensor(self, index: int, slot: int, row: int, own: Segment, stored: Stored) -> PulledTensor:
+        bucket = self.core.buckets[index]
+        span = Span(own.param_start, own.param_start + own.span.numel)
+        part = stored.part(slice(own.span.start, own.span.stop))
+        shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
+        params = bucket.param_of(row) if stored.spec == REMAINDER and row >= 0 else None
+        values = part.values if _is_wide(part) else partial(_widen, part, params)
+        pull = self._later(PulledState._tensor, index, slot, stored.spec.key)
+        shown = PulledTensor(shape, strides, span, values, pull, _wide(part), part.values.device)
+        if part.spec == REMAINDER:
+            shown.int16 = part.values
+        return shown
+
+    def _shown_mask(self, index: int, slot: int, own: Segment, mask: Mask) -> PulledTensor:
+        buffer = self.core.buckets[index].buffer
+        span = Span(own.param_start, own.param_start + own.span.numel)
+        kept = partial(mask.kept, own.span.start, own.span.stop)
+        pull = self._later(PulledState._mask, index, slot)
+        shape, strides = buffer.shapes[slot], buffer.strides[slot]
+        return PulledTensor(shape, strides, span, kept, pull, torch.bool, mask.bits.device)
+
+    def _later(self, method: Callable[..., Tensor], *what: Any) -> Callable[[], Tensor]:
+        return partial(_pull, weakref.ref(self), self.version, method, *what)
 
     # ---- pulls
 
-    def _number(self, version: int, index: int, slot: int, spec: NumberSpec) -> Tensor:
-        bucket = self.core.buckets[index]
-        number = torch.zeros(1, dtype=bucket.numbers[spec.key].dtype, device=CPU)
-        place = 2 * len(bucket.state) + list(bucket.numbers).index(spec.key)
+    def _number(self, version: int, index: int, slot: int, key: str) -> Tensor:
+        number = torch.zeros(1, dtype=self.core.buckets[index].numbers[key].dtype, device=CPU)
         for owner in self._owners_of(index, slot)[:1]:
-            self._read(owner.rank, version, index, place, owner.row, number)
+            self._read(owner.rank, version, index, key, owner.row, number)
         return number.reshape(())
+
+    def _begun(self, version: int, index: int) -> Begun:
+        """What a bucket's parameters have of state that begins with an update."""
+        bucket, keys = self.core.buckets[index], keys_that_start(self.core.buckets[index])
+        found = Begun(bucket, self.core.groups.param_groups)
+        for rank in range(self.core.ranks.size):
+            slots = [segment.slot for segment in bucket.plan.layout.segments(self.core.ranks.shard_of(rank))]
+            for spec in (bucket.rule.step, *bucket.rule.numbers):
+                numbers = _empty_as(bucket.numbers[spec.key], len(slots))
+                self._read(rank, version, index, spec.key, 0, numbers)
+                for slot, number in zip(slots, numbers, strict=True):
+                    found.numbers.setdefault((slot, spec.key), spec.show(number.clone()))
+            flags = torch.empty(len(slots) * len(keys), dtype=torch.uint8, device=CPU)
+            self._read(rank, version, index, ABSENT, 0, flags)
+            of_flags = [(slot, key) for slot in slots for key in keys]
+            found.absent |= {each for each, flag in zip(of_flags, flags.tolist(), strict=True) if flag}
+        return found
+
+    def _mask(self, version: int, index: int, slot: int) -> Tensor:
+        bucket = self.core.buckets[index]
+        whole = torch.empty_strided(bucket.buffer.shapes[slot], bucket.buffer.strides[slot], dtype=torch.bool)
+        flat = whole.as_strided((whole.numel(),), (1,))
+        for owner in self._owners_of(index, slot):
+            own = owner.segment.span
+            bits = torch.empty(-(-own.stop // 8) - own.start // 8, dtype=torch.uint8, device=CPU)
+            self._read(owner.rank, version, index, MASK.key, own.start // 8, bits)
+            start = owner.segment.param_start
+            flat[start : start + own.numel] = unpack_bits(bits, own.stop - own.start // 8 * 8)[own.start % 8 :]
+        return whole
 
     def _tensor(self, version: int, index: int, slot: int, key: str) -> Tensor:
         bucket = self.core.buckets[index]
-        stored, place = bucket.state[key], 2 * list(bucket.state).index(key)
+        stored = bucket.state[key]
         shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
         whole = in_large_pages(torch.empty_strided(shape, strides, dtype=_wide(stored), device=CPU))
         flat = whole.as_strided((whole.numel(),), (1,))
         is_wide = _is_wide(stored)
         is_remainder = stored.spec == REMAINDER
         number = self._await_params(version) if is_remainder else 0
-        params = self._own_params(index, slot) if is_remainder and _sharded(self.core.gather) is None else None
+        params = self._own_params(index, slot) if is_remainder and sharded(self.core.gather) is None else None
         for owner in self._owners_of(index, slot):
             own = owner.segment.span
             span = Span(owner.segment.param_start, owner.segment.param_start + own.numel)
             into = flat[span.start : span.stop]
             values = into if is_wide else _empty_as(stored.values, own.numel)
-            self._read(owner.rank, version, index, place, own.start, values)
+            self._read(owner.rank, version, index, key, own.start, values)
             scales = None
             if stored.scales is not None:
                 first = own.start // BLOCK_NUMEL
                 scales = _empty_as(stored.scales, num_blocks(own.stop) - first)
-                self._read(owner.rank, version, index, place + 1, first, scales)
+                self._read(owner.rank, version, index, key + SCALE, first, scales)
             if not is_wide:
                 theirs = None if params is None else params[span.start : span.stop]
                 if is_remainder and params is None:
@@ -325,7 +272,7 @@ class PulledState:
         if not bucket.buffer.misfit(slot, "") and not bucket.buffer.is_at_home(slot):
             raise RuntimeError(MOVED.format(bucket.members[slot].quoted))
         values = _empty_as(bucket.param_shard, own.span.numel)
-        self._read(owner.rank, version, index, _num_tensors(bucket) - 1, own.span.start, values)
+        self._read(owner.rank, version, index, PARAMS, own.span.start, values)
         return values
 
     def _owners_of(self, index: int, slot: int) -> list[Owner]:
@@ -338,17 +285,16 @@ class PulledState:
             self._owners[index] = found
         return self._owners[index][slot]
 
-    def _read(self, rank: int, version: int, index: int, place: int, start: int, into: Tensor) -> None:
-        """Elements from ``start`` on of what a rank has at this place of a bucket, into the host's memory."""
+    def _read(self, rank: int, version: int, index: int, key: str, start: int, into: Tensor) -> None:
+        """Elements from ``start`` on of what a rank has of a bucket under this key, into the host's memory."""
         assert self.window is not None
         if into.numel() == 0:
             return
-        first = list(accumulate(map(_num_tensors, self.core.buckets), initial=0))
         is_read = self.window.peers.read(
             rank=rank,
             version=version,
-            num_places=first[-1],
-            place=first[index] + place,
+            num_places=self.places.count,
+            place=self.places.numbers[index][key],
             start=start * into.element_size(),
             into=into,
         )
@@ -356,7 +302,25 @@ class PulledState:
             raise RuntimeError(CHANGED.format(rank))
 
 
-def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[..., Tensor], *what: Any) -> Tensor:
+@dataclass
+class Begun:
+    """Of a bucket whose rule is a class of torch's: all parameters' ``numbers``, by slot and key, and what is
+    ``absent``."""
+
+    bucket: Bucket
+    groups: Sequence[Mapping[str, Any]]
+    numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
+    absent: set[tuple[int, str]] = field(default_factory=set)
+
+    def show(self, member: Member, slot: int, shown: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state, of which ``shown`` has the tensors."""
+        rule = self.bucket.rule
+        numbers = {spec.key: self.numbers[slot, spec.key] for spec in (rule.step, *rule.numbers)}
+        tensors = {key: tensor for key, tensor in shown.items() if (slot, key) not in self.absent}
+        return show_in_group(rule, self.groups[member.group], {**numbers, **tensors})
+
+
+def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[..., T], *what: Any) -> T:
     state = to_state()
     if state is None or state.window is None or not hasattr(state.core, "loading"):
         raise RuntimeError(GONE)

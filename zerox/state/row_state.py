@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTERS, STEP
-from zerox.sliced_tensor import SlicedTensor
+from zerox.sliced_tensor import SlicedTensor, refuse_pickling
 from zerox.state.fill import as_master, rounding_of
 from zerox.state.sliced_state import OF_ONE_RANK
 
@@ -24,10 +25,34 @@ ROWS_A_PIECE = 2**14  # that are converted at a time
 ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and nothing else loads them
 
 
+class RowsOf(tuple[int, ...]):
+    """Beside a rank's share, which is not to be pickled by mistake."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> RowsOf:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        refuse_pickling()
+        return self._reduced()
+
+    def _reduced(self) -> Any:
+        return _rows_of, (*self,)
+
+
+def _rows_of(rank: int, size: int) -> RowsOf:
+    return RowsOf((rank, size))
+
+
+torch.serialization.add_safe_globals([_rows_of])  # torch.load(weights_only=True)
+ForkingPickler.register(RowsOf, RowsOf._reduced)  # between processes of one machine nothing is lost
+
+
 def own_state(table: RowTable, ranks: Ranks) -> dict[str, Any]:
     """For ``optimizer.state``: views. On one rank these are the whole tensors, as torch.optim.SparseAdam has them."""
     found: dict[str, Any] = {STEP.key: table.step, **table.kept}
-    return found if ranks.size == 1 else {**found, ROWS_OF: (ranks.rank, ranks.size)}
+    return found if ranks.size == 1 else {**found, ROWS_OF: RowsOf((ranks.rank, ranks.size))}
 
 
 def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]:

@@ -1,0 +1,229 @@
+"""State of classes of torch's kind, and masks: one rank writes all of it. What it can't read raises."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.local_optimizers.classes import ELEMENTWISE, OWN
+from tests.local_optimizers.test_bits import Pair
+from tests.local_optimizers.test_state import same_state, shared
+from tests.pull.test_rank_0_saves import loaded, saved
+from tests.ranks import run_ranks
+from tests.sparsity import trained as masked
+from zerox import FusedShardedAdam, ShardedOptimizer, sparse_params
+
+CLASSES = [*ELEMENTWISE, *OWN]
+MESSAGES = {"ZEROX_EXCHANGE": "messages"}
+
+
+def read(data: bytes) -> Any:
+    """As one who trusts the file: a class may keep objects of its own."""
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def saves_each(
+    rank: int, world_size: int, names: list[str], dtype: torch.dtype, stage: int, where: dict[str, str]
+) -> None:
+    for name in names:
+        with patch.dict(os.environ, where):
+            pair = Pair(rank, world_size, name, dtype, stage=stage)
+        for number in range(3):  # the branch has no gradient in the first step, and one layer none in any but the last
+            found = saved(pair.ours.state_dict()) if rank == number % world_size else b""
+            whole = shared(pair.ours.full_state_dict())
+            if found:
+                assert same_state(read(found), whole), (name, number)
+            pair.step(number, branch=number == 1)
+        found = saved(pair.ours.state_dict()) if rank == 0 else b""
+        if rank == 0:
+            pair.theirs.load_state_dict(read(found))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_state_of_any_class_is_written_whole(dtype: torch.dtype, stage: int) -> None:
+    run_ranks(saves_each, 3, CLASSES if dtype is torch.float32 else list(ELEMENTWISE), dtype, stage, {})
+
+
+def test_it_is_asked_for_by_message() -> None:
+    run_ranks(saves_each, 2, ["SGD, momentum", "NAdam", "ASGD"], torch.float32, 2, MESSAGES)
+
+
+def rolls_back(rank: int, world_size: int, names: list[str]) -> None:
+    for name in names:
+        pair = Pair(rank, world_size, name, torch.float32, stage=2)
+        pair.step(0, branch=False)
+        before = shared(pair.ours.full_state_dict())
+        kept = copy.deepcopy(pair.ours.state_dict())
+        pair.step(1, branch=True)
+        pair.ours.load_state_dict(kept)
+        assert same_state(shared(pair.ours.full_state_dict()), before), name
+
+
+def test_a_deep_copy_of_a_class_s_state_rolls_back() -> None:
+    run_ranks(rolls_back, 2, CLASSES)
+
+
+def saves_masks(rank: int, world_size: int, case: masked.Case, stage: int) -> None:
+    module = masked.model(case.dtype)
+    optimizer = masked.optimizer_of(case, module, stage=stage, bucket_cap_mb=0.01)
+    sparsity = case.sparsity(optimizer)
+    for step in range(3):
+        module(masked.batch(rank, world_size, step, case.dtype)).square().mean().backward()
+        optimizer.step()
+        sparsity.step()
+        optimizer.zero_grad()
+        found = saved(optimizer.state_dict()) if rank == step % world_size else b""
+        whole = shared(optimizer.full_state_dict())
+        assert any("mask" in state for state in whole["state"].values())
+        if found:
+            assert same_state(loaded(found), whole)
+    kept = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(kept)
+    assert same_state(shared(optimizer.full_state_dict()), whole)
+    optimizer.load_state_dict(whole)
+    assert same_state(shared(optimizer.full_state_dict()), whole)
+
+
+CUBIC = ("cubic", 1, 7, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [masked.Case(schedule=CUBIC), masked.Case(dtype=torch.bfloat16, schedule=CUBIC, options={"state_dtype": "8bit"})],
+    ids=["fp32", "bf16, 8 bits"],
+)
+def test_masks_are_written_whole(case: masked.Case, stage: int) -> None:
+    run_ranks(saves_masks, 3, case, stage)
+
+
+def with_table() -> FusedShardedAdam:
+    model = nn.Sequential(nn.Embedding(300, 8, sparse=True), nn.Linear(8, 4))
+    groups = [
+        {"params": sparse_params(model), "sparse": True, "weight_decay": 0.0},
+        {"params": list(model[1].parameters())},
+    ]
+    optimizer = FusedShardedAdam(groups)
+    model(torch.arange(5)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def with_dtensors() -> FusedShardedAdam:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
+    optimizer = FusedShardedAdam(model.parameters(), process_group=mesh["dp"])
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def refuses(rank: int, world_size: int, make: Any) -> None:
+    optimizer = make()
+    share = optimizer.state_dict()
+    copy.deepcopy(share)
+    for what in (share, share["state"]):
+        with pytest.raises(RuntimeError, match=r"this rank's share only.*consolidate_state_dict\(\) on all ranks"):
+            saved(what)
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        whole = saved(optimizer.state_dict())
+        assert loaded(whole)["state"]
+
+
+@pytest.mark.parametrize("make", [with_table, with_dtensors])
+def test_what_one_rank_can_t_read_is_not_written_in_part(make: Any) -> None:
+    run_ranks(refuses, 2, make)
+
+
+def writes_shares(rank: int, world_size: int) -> None:
+    with patch.dict(os.environ, {"ZEROX_STATE_PULL": "0"}):
+        optimizer = with_table()
+        with pytest.warns(UserWarning, match="being pickled"):
+            share = loaded(saved(optimizer.state_dict()))
+        optimizer.load_state_dict(share)
+
+
+def test_files_of_each_rank_have_shares_where_that_is_wanted() -> None:
+    run_ranks(writes_shares, 2)
+
+
+def written_before(rank: int, world_size: int) -> None:
+    """What other ranks don't know of yet can't be asked for at once: it is a share until they do."""
+    pair = Pair(rank, world_size, "SGD, momentum", torch.float32, stage=2)
+    pair.step(0, branch=True)
+    for state in pair.ours.state.values():
+        state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+    with pytest.raises(RuntimeError, match="this rank's share only"):
+        saved(pair.ours.state_dict())
+    pair.ours.synchronize()
+    found = saved(pair.ours.state_dict())
+    assert same_state(read(found), shared(pair.ours.full_state_dict()))
+
+
+def test_a_class_s_state_that_was_written_is_read_once_all_ranks_know_of_it() -> None:
+    run_ranks(written_before, 2)
+
+
+def never_a_mixture(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size, "NAdam", torch.float32, stage=2)
+    pair.step(0, branch=False)
+    before = pair.ours.state_dict()
+    pair.step(1, branch=True)
+    with pytest.raises(RuntimeError, match=r"the state before a later step\(\)"):
+        saved(before)
+
+
+def test_a_class_s_state_of_before_raises() -> None:
+    run_ranks(never_a_mixture, 2)
+
+
+def adopts(rank: int, world_size: int) -> None:
+    """A param group that comes later: its class's state begins with its first update."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(30, 20), nn.Linear(20, 30)
+    optimizer = ShardedOptimizer(first.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    first(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(second.parameters())})
+    second(first(torch.ones(2, 30))).sum().backward()
+    optimizer.step()
+    found = saved(optimizer.state_dict())
+    assert same_state(loaded(found), shared(optimizer.full_state_dict()))
+
+
+def test_groups_that_come_later_are_read_too() -> None:
+    run_ranks(adopts, 2)
+
+
+def in_a_child(rank: int, world_size: int) -> None:
+    """It reads, and asks nobody."""
+    pair = Pair(rank, world_size, "SGD, momentum", torch.float32, stage=2)
+    pair.step(0, branch=True)
+    parents, childs = os.pipe()
+    if (child := os.fork()) == 0:
+        found = "nothing"
+        try:
+            found = type(pair.ours.state_dict()["state"][0]["momentum_buffer"]).__name__
+        finally:
+            os.write(childs, found.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(parents, 100) == b"SlicedTensor"
+    dist.barrier()
+
+
+def test_a_forked_child_shows_its_parent_s_share() -> None:
+    run_ranks(in_a_child, 2)
