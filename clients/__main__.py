@@ -1,8 +1,10 @@
 """Runs other people's scripts with two changed lines, beside the scripts as they are.
 
     python -m clients SCRIPTS [name ...] [--stages 1 2 3] [--json FILE]
+    python -m clients SCRIPTS [name ...] --resume
 
-SCRIPTS is a folder with their repositories, at the commits that ``--list`` prints.
+The second saves by each script's own code, and goes on from there. SCRIPTS is a folder with their repositories, at the
+commits that ``--list`` prints.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import torch
 
 from clients.client import HERE, Client, Misfit, clients
 from clients.launch import Failed, Result, run
-from clients.report import differences, table
+from clients.report import differences, table, table_of_resumed
+from clients.resumed import resumed
 
 DEFAULT_STAGES = (1, 2, 3)
 
@@ -71,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=DEFAULT_STAGES, default=DEFAULT_STAGES)
     parser.add_argument("--json", type=Path, help="results are written there too, beside those that it has of others")
     parser.add_argument("--keep", type=Path, help="folder for what the runs leave (default: a temporary one)")
+    parser.add_argument("--resume", action="store_true", help="save and go on, with those that save an optimizer")
     parser.add_argument("--list", action="store_true", help="print repositories and commits, and end")
     args = parser.parse_args(argv)
     if args.list or args.scripts is None:
@@ -79,18 +83,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if args.list else 2
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"no client {unknown[0]!r}: there are {', '.join(known)}")
+    if unable := [name for name in args.names if args.resume and known[name].resume is None]:
+        parser.error(f"{unable[0]} saves no optimizer")
     rows, misfits = [], 0
-    for name in args.names or known:
+    compare = resumed if args.resume else compared
+    for name in args.names or [name for name, client in known.items() if client.resume or not args.resume]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(args.keep or temporary).absolute() / name
             try:
-                rows.append(compared(known[name], args.scripts.absolute(), args.stages, folder))
+                rows.append(compare(known[name], args.scripts.absolute(), args.stages, folder))
             except (Misfit, Failed) as error:
                 misfits += 1
                 print(f"{name}: {error}", file=sys.stderr)
         if args.json:
             _write(args.json, rows)
-    text, num_failed = table(rows)
+    text, num_failed = (table_of_resumed if args.resume else table)(rows)
     print(text)
     return int(bool(num_failed or misfits))
 

@@ -19,6 +19,17 @@ class Misfit(Exception):
 
 
 @dataclass(frozen=True)
+class Resume:
+    """Two runs of a script: one that ends early and saves by its own code, and one that goes on from there.
+
+    ``first``, ``then``: their arguments, behind those of the command.
+    """
+
+    first: str
+    then: str
+
+
+@dataclass(frozen=True)
 class Client:
     """``command``: the script and its arguments, from the copy of the repository that it runs in.
 
@@ -36,6 +47,7 @@ class Client:
     environment: dict[str, str] = field(default_factory=dict)
     under: str = "."  # of the repository, where the command runs
     same_bits: bool = True  # of the first mean gradients
+    resume: Resume | None = None  # None of a script that saves no optimizer
     shares: str = ""  # the name of the client whose folder this one has too
     among: Path = HERE  # where its folder is
 
@@ -77,10 +89,20 @@ class Client:
         """A copy to run in, with the two lines if ``is_changed``, and with its data."""
         shutil.copytree(self.found_in(scripts), to)
         if is_changed:
-            diff = self.folder / DIFF
-            subprocess.run(["git", "apply", "--unidiff-zero", "-p1", str(diff)], cwd=to, check=True)
+            self._apply(to)
         self.make_data(to)
         return to / self.under
+
+    def copied_to_go_on(self, saved: Path, was_changed: bool, to: Path, is_changed: bool) -> Path:
+        """A copy of such a copy with all that a run has left there."""
+        shutil.copytree(saved, to)
+        if was_changed != is_changed:
+            self._apply(to, *(("-R",) if was_changed else ()))
+        return to / self.under
+
+    def _apply(self, to: Path, *options: str) -> None:
+        diff = self.folder / DIFF
+        subprocess.run(["git", "apply", *options, "--unidiff-zero", "-p1", str(diff)], cwd=to, check=True)
 
 
 def clients() -> dict[str, Client]:

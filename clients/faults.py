@@ -14,8 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 def plant(fault: str) -> None:
     """ "beta": another decay of a moment. "averaging": each rank has its own gradients. "frozen": one rank's parameters
-    that are not trained are others."""
-    {"beta": _another_beta, "averaging": _no_averaging, "frozen": _unequal_frozen}[fault]()
+    that are not trained are others. "forgets": an optimizer's state is not loaded."""
+    planted = {"beta": _another_beta, "averaging": _no_averaging, "frozen": _unequal_frozen, "forgets": _forgets}
+    planted[fault]()
 
 
 def _another_beta() -> None:
@@ -69,3 +70,14 @@ def _unequal_frozen() -> None:
                 param.data.mul_(1.01)
 
     DistributedDataParallel.__init__ = wrapped
+
+
+def _forgets() -> None:
+    load = torch.optim.Optimizer.load_state_dict
+
+    @functools.wraps(load)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        self.state.clear()
+
+    torch.optim.Optimizer.load_state_dict = wrapped

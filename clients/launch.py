@@ -1,4 +1,4 @@
-"""Runs a script on two ranks of this machine, and reads what they recorded."""
+"""Runs a script on ranks of this machine, and reads what they recorded."""
 
 from __future__ import annotations
 
@@ -40,18 +40,26 @@ class Result:
 
 
 def run(
-    client: Client, where: Path, out: Path, stage: int = 0, fault: str = "", num_backwards: int | None = None
+    client: Client,
+    where: Path,
+    out: Path,
+    stage: int = 0,
+    fault: str = "",
+    num_backwards: int | None = None,
+    arguments: Sequence[str] = (),
+    num_ranks: int = RANKS,
 ) -> Result:
-    """``stage``: of zerox's optimizers; ``fault``: one of faults.py; ``num_backwards``: before the first step()."""
+    """``stage``: of zerox's optimizers; ``fault``: one of faults.py; ``num_backwards``: before the first step();
+    ``arguments``: behind those of the command."""
     out.mkdir(parents=True)
     settings = out / "settings.json"
     told = {"stage": stage, "fault": fault, "num_backwards": num_backwards, "out": str(out)}
     settings.write_text(json.dumps({**told, "stand_ins": client.stand_ins}))
-    command = [sys.executable, "-m", "clients.rank", str(settings), *client.command]
+    command = [sys.executable, "-m", "clients.rank", str(settings), *client.command, *arguments]
     port = _free_port()
     processes = []
-    for rank in range(RANKS):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    for rank in range(num_ranks):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **client.environment, "PYTHONPATH": paths}
@@ -59,9 +67,9 @@ def run(
         with (out / f"rank{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log))
     if any(code != 0 for code in _codes(processes)):
-        logs = [(out / f"rank{rank}.log").read_text()[-1500:] for rank in range(RANKS)]
+        logs = [(out / f"rank{rank}.log").read_text()[-1500:] for rank in range(num_ranks)]
         raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(logs)))
-    read = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    read = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     path = out / "rank0.grads"
     return Result(
         [each["losses"] for each in read],

@@ -9,6 +9,7 @@ import torch
 
 from clients.launch import Result
 
+WAYS = ("on 2", "on 3", "on 1", "from its file", "by itself")  # to go on: see clients/resumed.py
 NEEDED = 10  # a planted fault is that far above what is allowed
 
 
@@ -41,6 +42,28 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
         cells = [row["name"], row["changed lines"], row["steps"], f"{row['allowed']:.0e}", *by_stage, grads, faults]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines), failed
+
+
+def table_of_resumed(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
+    """In Markdown, and how many rows are not as they should be."""
+    lines = [
+        "| script | steps | allowed | stage | 2 ranks | 3 ranks | 1 rank | from its file | by itself | if it forgets |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    failed = 0
+    for row in rows:
+        failed += not is_resumed_well(row)
+        for stage, found in row["stages"].items():
+            said = [_said(found.get("saves") or found[way]) for way in WAYS]
+            cells = [row["name"], row["steps"], f"{row['allowed']:.0e}", stage, *said, _said(row["faults"]["forgets"])]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines), failed
+
+
+def is_resumed_well(row: dict[str, Any]) -> bool:
+    """All resumed runs within what is allowed, and one that forgets its optimizer far above it."""
+    found = [_worst(each) for stage in row["stages"].values() for each in stage.values()]
+    return max(found) <= row["allowed"] and _worst(row["faults"]["forgets"]) > NEEDED * row["allowed"]
 
 
 def is_good(row: dict[str, Any]) -> bool:

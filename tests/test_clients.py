@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from clients.__main__ import compared, main
-from clients.client import Client, Misfit, clients
+from clients.client import Client, Misfit, Resume, clients
 from clients.launch import Failed, run
-from clients.report import is_good, table
+from clients.report import WAYS, is_good, is_resumed_well, table, table_of_resumed
+from clients.resumed import resumed
 
 SCRIPT = """
 import argparse, os
@@ -21,19 +22,29 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-steps = argparse.ArgumentParser()
-steps.add_argument("--steps", type=int)
-steps = steps.parse_args().steps
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+parser.add_argument("--resume")
+args = parser.parse_args()
 dist.init_process_group("nccl")
 rank = dist.get_rank()
 device = torch.device("cuda", rank)
 data = torch.load("data.pt").to(device)
-model = DistributedDataParallel(torch.nn.Linear(4, 4).cuda(rank), device_ids=[rank])
+model = DistributedDataParallel(torch.nn.Linear(40, 40).cuda(rank), device_ids=[rank])
 optimizer = AdamW(model.parameters(), lr=0.05)
-for step in range(steps):
+first = 0
+if args.resume:
+    saved = torch.load(args.resume)
+    model.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = saved["step"]
+for step in range(first, args.steps):
     optimizer.zero_grad()
     (model(data[rank]) - data[1 - rank]).square().mean().backward()
     optimizer.step()
+if rank == 0:
+    kept = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}
+    torch.save(kept, "last.pt")
 with torch.no_grad():
     print("loss", model(data[rank]).square().mean().item())
 dist.destroy_process_group()
@@ -53,7 +64,7 @@ NAMES = sorted(clients())
 def make_data(folder: Path) -> None:
     import torch
 
-    torch.save(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)), folder / "data.pt")
+    torch.save(torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(0)), folder / "data.pt")
 
 
 @pytest.fixture
@@ -65,7 +76,16 @@ def small(tmp_path: Path) -> Client:
     digest = hashlib.sha256(SCRIPT.encode()).hexdigest()
     (tmp_path / "clients" / "small" / "files.sha256").write_text(f"{digest}  train.py\n")
     command = ["train.py", "--steps", "12"]
-    return Client("small", "somebody/small", "1234567", command, make_data, faults=["beta"], among=tmp_path / "clients")
+    return Client(
+        "small",
+        "somebody/small",
+        "1234567",
+        command,
+        make_data,
+        faults=["beta"],
+        resume=Resume("--steps 6", "--resume last.pt"),
+        among=tmp_path / "clients",
+    )
 
 
 def test_a_script_is_compared_with_itself(small: Client, tmp_path: Path) -> None:
@@ -83,6 +103,34 @@ def test_a_script_is_compared_with_itself(small: Client, tmp_path: Path) -> None
     assert not is_good({**row, "faults": {"beta": row["stages"][2]}}), "a fault that does not show"
     assert not is_good({**row, "stages": {2: {"failed": "rank 0: ..."}}})
     assert not is_good({**row, "stages": {2: {**row["stages"][2], "of other bits": 1}}})
+
+
+@pytest.mark.deep
+def test_a_script_resumes_on_other_numbers_of_ranks_and_across(small: Client, tmp_path: Path) -> None:
+    row = resumed(small, tmp_path / "scripts", [2], tmp_path / "runs")
+    assert row["steps"] == 6
+    assert row["stages"][2].keys() == set(WAYS)
+    assert is_resumed_well(row), row
+    assert row["faults"]["forgets"]["losses"] > 1e-3
+
+
+def test_resumed_runs_are_judged() -> None:
+    near, far = {"losses": 1e-7, "evaluations": 0.0}, {"losses": 1e-2, "evaluations": 0.0}
+    row = {
+        "name": "small",
+        "steps": 6,
+        "allowed": 5e-6,
+        "stages": {2: dict.fromkeys(WAYS, near)},
+        "faults": {"forgets": far},
+    }
+    text, num_failed = table_of_resumed([row])
+    assert num_failed == 0
+    assert "| small | 6 |" in text
+    assert not is_resumed_well({**row, "faults": {"forgets": near}}), "a fault that does not show"
+    assert not is_resumed_well({**row, "stages": {2: dict.fromkeys(WAYS, near) | {"on 3": far}}})
+    broken = {**row, "stages": {2: {"saves": {"failed": "rank 0: ..."}}}}
+    assert not is_resumed_well(broken)
+    assert "failed" in table_of_resumed([broken])[0]
 
 
 def test_a_script_of_another_version_is_refused(small: Client, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clients.client import Client
+from clients.client import Client, Resume
 
 WIDTH, HEIGHT = 64, 48
 
@@ -55,4 +55,5 @@ CLIENT = Client(
     command=["main.py", *(f"--{each}" for each in f"{SIZES} {REST}".split())],
     make_data=make_data,
     faults=("beta", "averaging", "frozen"),
+    resume=Resume("--epochs=1 --output_dir=.", "--output_dir=. --resume=checkpoint.pth"),
 )

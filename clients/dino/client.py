@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client
+from clients.client import Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -27,4 +27,5 @@ CLIENT = Client(
     command=["main_dino.py", *(f"--{each}" for each in f"{SIZES} {STEPS} {REST}".split())],
     make_data=make_data,
     faults=("beta", "averaging", "frozen"),
+    resume=Resume("--epochs=1", ""),
 )

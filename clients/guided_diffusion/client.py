@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clients.client import Client
+from clients.client import Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -31,4 +31,5 @@ CLIENT = Client(
     command=[*COMMAND, "--use_checkpoint=True"],
     make_data=make_data,
     environment={"OPENAI_LOGDIR": "logs"},
+    resume=Resume("--lr_anneal_steps=7", "--resume_checkpoint=logs/model000006.pt"),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client
+from clients.client import Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -23,4 +23,5 @@ CLIENT = Client(
     command=["main.py", *"tiny -a shufflenet_v2_x0_5 --epochs 2 -b 4 -j 0 -p 1 --lr 0.02 --dist-url env://".split()],
     make_data=make_data,
     under="imagenet",
+    resume=Resume("--epochs 1", "--resume checkpoint.pth.tar"),
 )

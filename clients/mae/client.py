@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client
+from clients.client import Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -28,4 +28,5 @@ CLIENT = Client(
     most=2e-4,
     faults=("beta", "averaging", "frozen"),
     same_bits=False,
+    resume=Resume("--epochs 1", "--resume output_dir/checkpoint-0.pth"),
 )

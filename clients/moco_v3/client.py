@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client
+from clients.client import Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -25,4 +25,5 @@ CLIENT = Client(
     make_data=make_data,
     most=2e-4,
     faults=("beta", "averaging", "frozen"),
+    resume=Resume("--epochs 1", "--resume checkpoint_0000.pth.tar"),
 )

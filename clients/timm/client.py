@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client
+from clients.client import Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -27,4 +27,5 @@ CLIENT = Client(
     commit="aa4b5850",
     command=["train.py", *f"--data-dir tiny --device cpu -j 1 --log-interval 1 {MODEL} {OPTIMIZER} {TRAINING}".split()],
     make_data=make_data,
+    resume=Resume("--epochs 1 --output out --experiment a", "--output out --experiment b --resume out/a/last.pth.tar"),
 )

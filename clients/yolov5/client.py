@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clients.client import Client
+from clients.client import Client, Resume
 
 MODEL = """\
     nc: 3
@@ -62,4 +62,5 @@ CLIENT = Client(
     command=["train.py", *f"{DATA} {TRAINING}".split()],
     make_data=make_data,
     environment={"YOLO_CONFIG_DIR": "settings", "YOLO_AUTOINSTALL": "false", "YOLO_OFFLINE": "true"},
+    resume=Resume("--batch-size 6 --save-period 3", "--resume out/exp/weights/epoch3.pt"),
 )
