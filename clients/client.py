@@ -14,6 +14,10 @@ HERE = Path(__file__).parent
 DIFF, HASHES = "two_lines.diff", "files.sha256"
 
 
+# For checkpoints with objects of the script's own: torch loaded them when it was written.
+LOADS_OBJECTS = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+
+
 class Misfit(Exception):
     """A script that is not here, or not as the diff expects it."""
 
@@ -22,11 +26,12 @@ class Misfit(Exception):
 class Resume:
     """Two runs of a script: one that ends early and saves by its own code, and one that goes on from there.
 
-    ``first``, ``then``: their arguments, behind those of the command.
+    ``first``, ``then``: their arguments, behind those of the command. ``num_ranks``: of those that go on.
     """
 
     first: str
     then: str
+    num_ranks: Sequence[int] = (2, 3, 1)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,13 @@ def run(
     num_backwards: int | None = None,
     arguments: Sequence[str] = (),
     num_ranks: int = RANKS,
+    in_order: bool = False,
 ) -> Result:
     """``stage``: of zerox's optimizers; ``fault``: one of faults.py; ``num_backwards``: before the first step();
-    ``arguments``: behind those of the command."""
+    ``arguments``: behind those of the command; ``in_order``: torch's wrapper averages as in in_order.py."""
     out.mkdir(parents=True)
     settings = out / "settings.json"
-    told = {"stage": stage, "fault": fault, "num_backwards": num_backwards, "out": str(out)}
+    told = {"stage": stage, "fault": fault, "num_backwards": num_backwards, "in_order": in_order, "out": str(out)}
     settings.write_text(json.dumps({**told, "stand_ins": client.stand_ins}))
     command = [sys.executable, "-m", "clients.rank", str(settings), *client.command, *arguments]
     port = _free_port()

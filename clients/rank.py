@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import zerox
-from clients import faults, on_cpu
+from clients import faults, in_order, on_cpu
 from clients.record import Record
 
 
@@ -41,6 +41,8 @@ def main() -> None:
     on_cpu.stand_in()
     for cls in (DistributedDataParallel, zerox.DistributedDataParallel):
         on_cpu.without_devices(cls)
+    if settings["in_order"]:
+        in_order.average()
     record = Record(settings["num_backwards"])
     record.begin()
     if settings["stage"]:

@@ -54,7 +54,7 @@ def table_of_resumed(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
     for row in rows:
         failed += not is_resumed_well(row)
         for stage, found in row["stages"].items():
-            said = [_said(found.get("saves") or found[way]) for way in WAYS]
+            said = [_said(found.get("saves") or found.get(way)) for way in WAYS]
             cells = [row["name"], row["steps"], f"{row['allowed']:.0e}", stage, *said, _said(row["faults"]["forgets"])]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines), failed

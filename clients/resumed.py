@@ -10,7 +10,6 @@ from clients.client import Client
 from clients.launch import RANKS, Failed, Result, run
 from clients.report import differences
 
-WORLD_SIZES = (2, 3, 1)  # that go on from what two ranks have saved
 DDP = 0  # in place of a stage: the script as it is
 
 
@@ -21,6 +20,7 @@ class Resumption:
         assert client.resume is not None
         self.client, self.scripts, self.folder = client, scripts, folder
         self.first, self.then = client.resume.first.split(), client.resume.then.split()
+        self.num_ranks = client.resume.num_ranks
 
     def save(self, stage: int) -> None:
         where = self.client.copied(self.scripts, self._saved(stage), is_changed=stage != DDP)
@@ -31,7 +31,8 @@ class Resumption:
         name = f"{saved}to{stage}on{num_ranks}{fault}"
         to = self.folder / f"copy{name}"
         where = self.client.copied_to_go_on(self._saved(saved), saved != DDP, to, is_changed=stage != DDP)
-        return run(self.client, where, self.folder / name, stage, fault, arguments=self.then, num_ranks=num_ranks)
+        out, in_order = self.folder / name, num_ranks > 2
+        return run(self.client, where, out, stage, fault, arguments=self.then, num_ranks=num_ranks, in_order=in_order)
 
     def _saved(self, stage: int) -> Path:
         return self.folder / f"saved{stage}"
@@ -43,7 +44,7 @@ def resumed(client: Client, scripts: Path, stages: Sequence[int], folder: Path) 
     of = Resumption(client, scripts, folder)
     print(f"{client.name}: as it is", flush=True)
     of.save(DDP)
-    bases = {num_ranks: of.go_on(DDP, DDP, num_ranks) for num_ranks in WORLD_SIZES}
+    bases = {num_ranks: of.go_on(DDP, DDP, num_ranks) for num_ranks in of.num_ranks}
     row: dict[str, Any] = {
         "name": client.name,
         "repository": client.repository,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client, Resume
+from clients.client import LOADS_OBJECTS, Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -25,5 +25,6 @@ CLIENT = Client(
     commit="048efcea",
     command=["main.py", *f"{DATA} {MODEL} {TRAIN} {REST}".split()],
     make_data=make_data,
+    environment=LOADS_OBJECTS,
     resume=Resume("--epochs 1 --output_dir out", "--output_dir out"),
 )

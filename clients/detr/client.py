@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clients.client import Client, Resume
+from clients.client import LOADS_OBJECTS, Client, Resume
 
 WIDTH, HEIGHT = 64, 48
 
@@ -54,6 +54,7 @@ CLIENT = Client(
     commit="29901c5",
     command=["main.py", *(f"--{each}" for each in f"{SIZES} {REST}".split())],
     make_data=make_data,
+    environment=LOADS_OBJECTS,
     faults=("beta", "averaging", "frozen"),
     resume=Resume("--epochs=1 --output_dir=.", "--output_dir=. --resume=checkpoint.pth"),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client, Resume
+from clients.client import LOADS_OBJECTS, Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -26,6 +26,7 @@ CLIENT = Client(
     commit="7c446df",
     command=["main_dino.py", *(f"--{each}" for each in f"{SIZES} {STEPS} {REST}".split())],
     make_data=make_data,
+    environment=LOADS_OBJECTS,
     faults=("beta", "averaging", "frozen"),
-    resume=Resume("--epochs=1", ""),
+    resume=Resume("--epochs=1 --output_dir=kept", "--output_dir=kept"),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client, Resume
+from clients.client import LOADS_OBJECTS, Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -25,6 +25,7 @@ CLIENT = Client(
     commit="efb2a80",
     command=["main_pretrain.py", *f"--data_path tiny {MODEL} {TRAINING}".split()],
     make_data=make_data,
+    environment=LOADS_OBJECTS,
     most=2e-4,
     faults=("beta", "averaging", "frozen"),
     same_bits=False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clients import image_folder
-from clients.client import Client, Resume
+from clients.client import LOADS_OBJECTS, Client, Resume
 
 
 def make_data(folder: Path) -> None:
@@ -27,6 +27,7 @@ CLIENT = Client(
     commit="f82860b",
     command=["main.py", *f"{CONFIG} --disable_amp --opts {SIZES} {DATA} {TRAIN}".split()],
     make_data=make_data,
+    environment=LOADS_OBJECTS,
     same_bits=False,
     resume=Resume("TRAIN.EPOCHS 1", "MODEL.RESUME output/swin_tiny_patch4_window7_224/default/ckpt_epoch_0.pth"),
 )
