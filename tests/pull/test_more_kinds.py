@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.local_optimizers.classes import ELEMENTWISE, OWN
 from tests.local_optimizers.test_bits import Pair
-from tests.local_optimizers.test_state import same_state, shared
+from tests.local_optimizers.test_state import same, same_state, shared
 from tests.pull.test_rank_0_saves import loaded, saved
 from tests.ranks import run_ranks
 from tests.sparsity import trained as masked
 from zerox import FusedShardedAdam, ShardedOptimizer, sparse_params
+from zerox.sliced_tensor import SlicedTensor
 
 CLASSES = [*ELEMENTWISE, *OWN]
 MESSAGES = {"ZEROX_EXCHANGE": "messages"}
 
 
 def read(data: bytes) -> Any:
-    """As one who trusts the file: a class may keep objects of its own."""
-    return torch.load(io.BytesIO(data), weights_only=False)
+    """Without the empty states of parameters that have none, which full_state_dict() leaves out."""
+    found = loaded(data)
+    return {**found, "state": {number: state for number, state in found["state"].items() if state}}
 
 
 def saves_each(
@@ -46,7 +51,7 @@ def saves_each(
             pair.step(number, branch=number == 1)
         found = saved(pair.ours.state_dict()) if rank == 0 else b""
         if rank == 0:
-            pair.theirs.load_state_dict(read(found))
+            pair.theirs.load_state_dict(loaded(found))
         dist.barrier()
 
 
@@ -161,12 +166,11 @@ def test_files_of_each_rank_have_shares_where_that_is_wanted() -> None:
 
 
 def written_before(rank: int, world_size: int) -> None:
-    """What other ranks don't know of yet can't be asked for at once: it is a share until they do."""
     pair = Pair(rank, world_size, "SGD, momentum", torch.float32, stage=2)
     pair.step(0, branch=True)
     for state in pair.ours.state.values():
         state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
-    with pytest.raises(RuntimeError, match="this rank's share only"):
+    with pytest.raises(RuntimeError, match=r"optimizer\.state was written, and the other ranks do not know of it yet"):
         saved(pair.ours.state_dict())
     pair.ours.synchronize()
     found = saved(pair.ours.state_dict())
@@ -201,29 +205,59 @@ def adopts(rank: int, world_size: int) -> None:
     second(first(torch.ones(2, 30))).sum().backward()
     optimizer.step()
     found = saved(optimizer.state_dict())
-    assert same_state(loaded(found), shared(optimizer.full_state_dict()))
+    assert same_state(read(found), shared(optimizer.full_state_dict()))
 
 
 def test_groups_that_come_later_are_read_too() -> None:
     run_ranks(adopts, 2)
 
 
-def in_a_child(rank: int, world_size: int) -> None:
-    """It reads, and asks nobody."""
+def loads_in_turn(rank: int, world_size: int) -> None:
+    """No rank waits for another one to show its state, and one that has loaded shows it too."""
     pair = Pair(rank, world_size, "SGD, momentum", torch.float32, stage=2)
+    pair.step(0, branch=False)
+    before = shared(pair.ours.full_state_dict())
+    for each in range(world_size):
+        if rank == each:
+            pair.ours.load_state_dict(pair.ours.state_dict())
+            pair.ours.state_dict()
+        dist.barrier()
+    assert same_state(shared(pair.ours.full_state_dict()), before)
+    assert same_state(read(saved(pair.ours.state_dict())), before)
+
+
+def test_ranks_load_what_they_show_one_after_the_other() -> None:
+    run_ranks(loads_in_turn, 2)
+
+
+def fills(rank: int, world_size: int, path: str) -> None:
+    """A class that has kept nothing yet shows all that it may keep, for DCP to fill."""
+    pair = Pair(rank, world_size, "NAdam", torch.float32, stage=2)
     pair.step(0, branch=True)
-    parents, childs = os.pipe()
-    if (child := os.fork()) == 0:
-        found = "nothing"
-        try:
-            found = type(pair.ours.state_dict()["state"][0]["momentum_buffer"]).__name__
-        finally:
-            os.write(childs, found.encode())
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(parents, 100) == b"SlicedTensor"
+    expected = shared(pair.ours.full_state_dict())
+    dcp.save({"optimizer": pair.ours.state_dict()}, checkpoint_id=path)
+    other = Pair(rank, world_size, "NAdam", torch.float32, stage=2)
+    into = {"optimizer": other.ours.state_dict()}
+    dcp.load(into, checkpoint_id=path)
+    other.ours.load_state_dict(into["optimizer"])
+    found = shared(other.ours.full_state_dict())
+    assert same_state(found, expected)
+
+
+def test_dcp_fills_a_class_that_has_kept_nothing_yet(tmp_path: Path) -> None:
+    run_ranks(fills, 2, str(tmp_path / "dcp"))
+
+
+def passes_between_processes(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size, "SGD, momentum", torch.float32, stage=2)
+    pair.step(0, branch=False)
+    sent = pickle.loads(bytes(ForkingPickler.dumps(pair.ours.state_dict()["state"])))
+    assert {type(each["momentum_buffer"]) for each in sent.values()} == {SlicedTensor}
+    whole = shared(pair.ours.full_state_dict())["state"]
+    found = pickle.loads(pickle.dumps(copy.copy(pair.ours.state_dict()["state"][0])))
+    assert same(found["momentum_buffer"], whole[0]["momentum_buffer"])
     dist.barrier()
 
 
-def test_a_forked_child_shows_its_parent_s_share() -> None:
-    run_ranks(in_a_child, 2)
+def test_a_share_goes_to_another_process_and_a_file_has_all() -> None:
+    run_ranks(passes_between_processes, 2)

@@ -87,15 +87,6 @@ class Ranks:
             check_still_alone(self.origin.why_alone)
 
     @property
-    def are_of_parent(self) -> bool:
-        """Whether this is a forked child, which asks nobody."""
-        try:
-            self.origin.process.check()
-        except RuntimeError:
-            return True
-        return False
-
-    @property
     def given(self) -> dist.ProcessGroup | None:
         """The user's group; None for one rank alone. RuntimeError once it is destroyed."""
         return referenced(self.to_given)

@@ -134,6 +134,9 @@ class LocalOptimizerClass:
             self.known[pattern] = found
         return found
 
+    def knows(self, group: Mapping[str, Any]) -> bool:
+        return self._pattern(group) in self.known
+
     def _pattern(self, group: Mapping[str, Any]) -> Pattern:
         """Which options are on. Their numbers don't matter, nor does lr: it is tried as if it were on."""
         own = tuple(_kind(group.get(key, value)) for key, value in self.defaults.items() if key not in LR)
@@ -266,6 +269,9 @@ class LocalOptimizerRule(Rule):
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
         wanted = self.optimizer_class.kinds(group).keys
         return [spec for spec in self.states if spec.key in wanted]
+
+    def knows(self, group: Mapping[str, Any]) -> bool:
+        return self.optimizer_class.knows(group)
 
     def starts_itself(self, key: str) -> bool:
         having = [kinds for kinds in self.optimizer_class.known.values() if key in kinds.keys]

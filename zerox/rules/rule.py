@@ -130,6 +130,10 @@ class Rule:
         """State that buckets made before may lack, since an option of the group may have been changed."""
         return [spec for spec in self.states if spec.when and group.get(spec.when)]
 
+    def knows(self, group: Mapping[str, Any]) -> bool:
+        """Whether is_wanted() of these options has been found out."""
+        return True
+
     def starts_itself(self, key: str) -> bool:
         """Whether state that has not begun is absent, and not zero."""
         return False

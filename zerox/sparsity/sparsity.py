@@ -140,8 +140,9 @@ class Sparsity:
     def remove(self) -> None:
         """Ends it: everything trains again, from the zeros that there are. Collective."""
         self.optimizer.inside.sync(SyncPoint.MASKS, [-1.0])
-        for own in self._owns:
-            own.bucket.mask = None
+        with self.optimizer.inside.loading.pulls.of_all:
+            for own in self._owns:
+                own.bucket.mask = None
         self.optimizer.inside.sparsity = None
         self.optimizer.inside.loading.note_changes()
 

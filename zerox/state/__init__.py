@@ -8,5 +8,6 @@ sliced_state: a bucket's state as segments of whole tensors; fill: fills a param
 state_changes: what other ranks may read, and when; pulled_state: what they have, read where it lies; pulled_tensor: a
   tensor that is whole where it is looked at
 codes: state of 8 bits; row_state: that of tables; own_state: of each rank's own parameters
+begun_state: a parameter's state, of which other ranks know what there is
 dcp_request: what torch.distributed.checkpoint wants
 """

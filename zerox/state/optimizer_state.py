@@ -21,6 +21,7 @@ from zerox.ranks.calls import named, warn_caller
 from zerox.ranks.dtensors import cuts_of
 from zerox.rules.rule import MASK
 from zerox.sliced_tensor import SlicedTensor
+from zerox.state.begun_state import BegunState
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, text_for_ranks
 from zerox.state.full_state import full_state, in_full, show_in_group
@@ -118,7 +119,13 @@ class OptimizerState:
         if why := self._take_written():
             raise RuntimeError(f"zerox: {why}")
         places = places_of(self.groups.param_groups, self.core.calls.own.params)
-        return pack_with(self._state_to_show(), self.core.buckets, packed, places)
+        packed = pack_with(self._state_to_show(), self.core.buckets, packed, places)
+        state = packed["state"]
+        for number, pickled in self.pulls.begun().items():
+            place = places.get(number, number)
+            if any(isinstance(each, PulledTensor) for each in state.get(place, {}).values()):
+                state[place] = BegunState(state[place], pickled)
+        return packed
 
     def _state_to_show(self) -> dict[int, Any] | None:
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
@@ -139,7 +146,7 @@ class OptimizerState:
             if consolidated.is_of(self.core.buckets):
                 return consolidated.state
         if request is None and self.pulls.is_complete:
-            return {member.number: state for member, state in self.pulls.shown() if state}
+            return {member.number: state for member, state in self.pulls.shown()}
         if self._is_whole_here:
             return self._with_masks() if any(bucket.mask for bucket in self.core.buckets) else None
         return {member.number: state for bucket in self.core.buckets for member, state in whole_form(bucket)}

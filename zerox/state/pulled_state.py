@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -27,11 +28,11 @@ from zerox.plan.layout import Segment
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import CPU
-from zerox.rules.rule import MASK, MASTER, REMAINDER, NumberSpec
+from zerox.rules.rule import MASK, MASTER, REMAINDER, STEP, NumberSpec
 from zerox.state.full_state import show_in_group
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.shown_state import ShownState
-from zerox.state.state_changes import ABSENT, PARAMS, Changing, Params, Places, Window, keys_that_start, sharded
+from zerox.state.state_changes import ABSENT, PARAMS, Changing, Params, Places, Window, sharded
 
 PATIENCE_S = 10.0
 T = TypeVar("T")
@@ -122,35 +123,36 @@ class PulledState:
     def is_complete(self) -> bool:
         """Whether all of the state can be pulled."""
         core = self.core
-        if (
-            self.window is None
-            or self.is_in_graph
-            or core.tables
-            or core.grads.subgroups.are_many
-            or core.calls.own.are_some
-            or any(cuts_of(member.param) for bucket in core.buckets for member in bucket.members)
-        ):
+        if self.window is None or self.is_in_graph or core.tables or core.calls.own.are_some:
             return False
-        is_read_at_once = any(bucket.rule.on_host for bucket in core.buckets)
-        return not (is_read_at_once and (self.shows.written or core.loading.failed or core.ranks.are_of_parent))
+        is_cut = any(cuts_of(member.param) for bucket in core.buckets for member in bucket.members)
+        return not (is_cut or core.grads.subgroups.are_many)
 
     def shown(self) -> Iterator[tuple[Member, dict[str, Any]]]:
-        """Each parameter's state in the form of full_state_dict(). What that has of a class of torch's depends on how
-        often each parameter was updated: of those the other ranks are asked at once."""
+        """Each parameter's state in the form of full_state_dict(), but for state that has not begun: see begun()."""
         for index, bucket in enumerate(self.core.buckets):
-            begun = _pull(weakref.ref(self), self.version, PulledState._begun, index) if bucket.rule.on_host else None
             rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
             for slot, member in enumerate(bucket.members):
                 row, own = rows.get(slot, (-1, Segment(-1, Span(0, 0), 0)))
                 shown: dict[str, Any] = {}
-                for spec in (bucket.rule.step, *bucket.rule.numbers) if begun is None else ():
+                for spec in (bucket.rule.step, *bucket.rule.numbers):
                     shown[spec.key] = self._shown_number(index, slot, row, spec)
                 for stored in bucket.state.values():
                     key = MASTER.key if stored.spec == REMAINDER else stored.spec.key
-                    shown[key] = self._shown_tensor(index, slot, row, own, stored)
+                    if (row, stored.spec.key) not in bucket.absent:
+                        shown[key] = self._shown_tensor(index, slot, row, own, stored)
                 if bucket.mask is not None and slot in bucket.mask.slots:
                     shown[MASK.key] = self._shown_mask(index, slot, own, bucket.mask)
-                yield member, shown if begun is None else begun.show(member, slot, shown)
+                yield member, shown
+
+    def begun(self) -> dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]]:
+        """Of classes of torch's kind what is pickled of each parameter's state, by its number: see BegunState."""
+        found: dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
+        for index, bucket in enumerate(self.core.buckets):
+            if bucket.rule.on_host:
+                begun = functools.cache(self._later(PulledState._begun, index))
+                found |= {m.number: partial(_begun_of, begun, m, slot) for slot, m in enumerate(bucket.members)}
+        return found
 
     def _shown_number(self, index: int, slot: int, row: int, spec: NumberSpec) -> PulledTensor:
         number = self.core.buckets[index].numbers[spec.key][max(row, 0) : row + 1].clone()
@@ -178,7 +180,7 @@ class PulledState:
         shape, strides = buffer.shapes[slot], buffer.strides[slot]
         return PulledTensor(shape, strides, span, kept, pull, torch.bool, mask.bits.device)
 
-    def _later(self, method: Callable[..., Tensor], *what: Any) -> Callable[[], Tensor]:
+    def _later(self, method: Callable[..., T], *what: Any) -> Callable[[], T]:
         return partial(_pull, weakref.ref(self), self.version, method, *what)
 
     # ---- pulls
@@ -191,7 +193,7 @@ class PulledState:
 
     def _begun(self, version: int, index: int) -> Begun:
         """What a bucket's parameters have of state that begins with an update."""
-        bucket, keys = self.core.buckets[index], keys_that_start(self.core.buckets[index])
+        bucket, keys = self.core.buckets[index], list(self.core.buckets[index].state)
         found = Begun(bucket, self.core.groups.param_groups)
         for rank in range(self.core.ranks.size):
             slots = [segment.slot for segment in bucket.plan.layout.segments(self.core.ranks.shard_of(rank))]
@@ -208,7 +210,9 @@ class PulledState:
 
     def _mask(self, version: int, index: int, slot: int) -> Tensor:
         bucket = self.core.buckets[index]
-        whole = torch.empty_strided(bucket.buffer.shapes[slot], bucket.buffer.strides[slot], dtype=torch.bool)
+        whole = torch.empty_strided(
+            bucket.buffer.shapes[slot], bucket.buffer.strides[slot], dtype=torch.bool, device=CPU
+        )
         flat = whole.as_strided((whole.numel(),), (1,))
         for owner in self._owners_of(index, slot):
             own = owner.segment.span
@@ -290,11 +294,14 @@ class PulledState:
         assert self.window is not None
         if into.numel() == 0:
             return
+        places, count = self.places.of_buckets
+        if index >= len(places) or key not in places[index]:  # of later state
+            raise RuntimeError(CHANGED.format(rank))
         is_read = self.window.peers.read(
             rank=rank,
             version=version,
-            num_places=self.places.count,
-            place=self.places.numbers[index][key],
+            num_places=count,
+            place=places[index][key],
             start=start * into.element_size(),
             into=into,
         )
@@ -312,12 +319,18 @@ class Begun:
     numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
     absent: set[tuple[int, str]] = field(default_factory=set)
 
-    def show(self, member: Member, slot: int, shown: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state, of which ``shown`` has the tensors."""
-        rule = self.bucket.rule
-        numbers = {spec.key: self.numbers[slot, spec.key] for spec in (rule.step, *rule.numbers)}
-        tensors = {key: tensor for key, tensor in shown.items() if (slot, key) not in self.absent}
-        return show_in_group(rule, self.groups[member.group], {**numbers, **tensors})
+    def of(self, member: Member, slot: int, shown: Mapping[str, Any]) -> dict[str, Any]:
+        """What there is of a parameter's state, of which ``shown`` has the tensors."""
+        rule, group = self.bucket.rule, self.groups[member.group]
+        there = {key: value for key, value in shown.items() if (slot, key) not in self.absent}
+        there |= {key: self.numbers[slot, key] for key in shown if (slot, key) in self.numbers}
+        if rule.knows(group):
+            return show_in_group(rule, group, there)
+        return there if there[STEP.key] else {}
+
+
+def _begun_of(begun: Callable[[], Begun], member: Member, slot: int, shown: Mapping[str, Any]) -> dict[str, Any]:
+    return begun().of(member, slot, shown)
 
 
 def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[..., T], *what: Any) -> T:

@@ -70,9 +70,9 @@ class Places:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self.numbers: list[dict[str, int]] = []  # of each bucket, by key
-        self.count = 0
-        self.absent: dict[int, Tensor] = {}  # flags by bucket
+        self.of_buckets: tuple[list[dict[str, int]], int] = [], 0  # by key; and how many there are
+        self.absent: dict[int, Tensor] = {}  # flags by bucket, of those whose rule is a class of torch's
+        self._absent_then: dict[int, tuple[int, set[tuple[int, str]]]] = {}  # of what they are
         self._objects: list[object] = []  # in which the state lay when it was last looked at
 
     def look(self) -> list[Tensor] | None:
@@ -85,26 +85,26 @@ class Places:
             return None
         self._objects = now
         tensors: list[Tensor] = []
-        self.numbers = []
+        places = []
         for index, bucket in enumerate(buckets):
             of_bucket = _tensors_of(bucket, self.absent.get(index))
-            self.numbers.append({key: len(tensors) + place for place, key in enumerate(of_bucket)})
+            places.append({key: len(tensors) + place for place, key in enumerate(of_bucket)})
             tensors += of_bucket.values()
-        self.count = len(tensors)
+        self.of_buckets = places, len(tensors)
         return tensors
 
     def _look_at_absent(self, index: int, bucket: Bucket) -> None:
-        """Others read tensors, and this is a set."""
-        if bucket.rule.on_host and (keys := keys_that_start(bucket)):
-            rows = [(row, key) in bucket.absent for row in range(len(bucket.own_segments)) for key in keys]
-            flags = torch.tensor(rows, dtype=torch.uint8, device=CPU)
-            if index not in self.absent or not torch.equal(flags, self.absent[index]):
-                self.absent[index] = flags
-
-
-def keys_that_start(bucket: Bucket) -> list[str]:
-    """Of state that is absent until it begins."""
-    return [key for key in bucket.state if bucket.rule.starts_itself(key)]
+        """Others read a tensor, and this is a set: a flag for each row and state."""
+        now = len(bucket.state), bucket.absent
+        if not bucket.rule.on_host or self._absent_then.get(index) == now:
+            return
+        self._absent_then[index] = len(bucket.state), set(bucket.absent)
+        rows = [(row, key) in bucket.absent for row in range(len(bucket.own_segments)) for key in bucket.state]
+        flags = torch.tensor(rows, dtype=torch.uint8, device=CPU)
+        if index in self.absent and self.absent[index].shape == flags.shape:
+            self.absent[index].copy_(flags)
+        else:
+            self.absent[index] = flags
 
 
 class Changing:

@@ -46,7 +46,7 @@ def pack_with(
         packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
     shown = {key: _show_state(rules.get(key), value) for key, value in packed["state"].items()}
     for number, key in set().union(*(bucket.absent_state() for bucket in buckets)):
-        shown[places.get(number, number)].pop(key, None)
+        shown.get(places.get(number, number), {}).pop(key, None)
     return {**packed, "state": shown}
 
 
