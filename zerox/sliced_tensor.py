@@ -187,6 +187,6 @@ INSTEAD = (
 )
 
 
-# Without the warning: between processes of one machine, as in DCP's background saves, nothing is lost.
+# It may be sent: between processes of one machine, as in DCP's background saves, nothing is lost.
 ForkingPickler.register(SlicedTensor, SlicedTensor._reduced)
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) of what torch.save wrote

@@ -73,7 +73,8 @@ class RanksOwn:
             if isinstance(value, SlicedTensor) or is_dtensor(value):
                 raise CheckpointError(
                     f"{key.removeprefix(MODEL)} is this rank's own (no DistributedDataParallel has it) and a DTensor, "
-                    "which checkpoints do not have: save its optimizer's state_dict() on each rank"
+                    "which checkpoints do not have: save its optimizer's state_dict() on each rank, with "
+                    "ZEROX_STATE_PULL=0"
                 )
             self.tensors[_prefix(self.rank) + key] = value.detach()
 
