@@ -24,7 +24,7 @@ from tests.local_optimizers.test_state import same, same_state, shared
 from tests.pull.test_rank_0_saves import loaded, saved
 from tests.ranks import run_ranks
 from tests.sparsity import trained as masked
-from zerox import FusedShardedAdam, ShardedOptimizer, sparse_params
+from zerox import FusedShardedAdam, ShardedOptimizer, sliced_tensor, sparse_params
 from zerox.sliced_tensor import SlicedTensor
 
 CLASSES = [*ELEMENTWISE, *OWN]
@@ -156,6 +156,7 @@ def test_what_one_rank_can_t_read_is_not_written_in_part(make: Any) -> None:
 def writes_shares(rank: int, world_size: int) -> None:
     with patch.dict(os.environ, {"ZEROX_STATE_PULL": "0"}):
         optimizer = with_table()
+        sliced_tensor._warn_of_pickling.cache_clear()  # it warns once a process
         with pytest.warns(UserWarning, match="being pickled"):
             share = loaded(saved(optimizer.state_dict()))
         optimizer.load_state_dict(share)
