@@ -27,37 +27,35 @@ def differences(base: Result, other: Result) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
     """In Markdown, and how many rows are not as they should be."""
-    lines = [
-        "| script | lines | steps | allowed | stage 1 | stage 2 | stage 3 | gradients | faults |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    failed = 0
+    head = ["script", "lines", "steps", "allowed", "stage 1", "stage 2", "stage 3", "gradients", "faults"]
+    cells = []
     for row in rows:
-        failed += not is_good(row)
         stages = {str(stage): found for stage, found in row["stages"].items()}
         by_stage = [_said(stages.get(str(stage))) for stage in (1, 2, 3)]
         bits = {found.get("of other bits") for found in stages.values()}
         grads = "equal" if bits == {0} else "not compared" if None in bits else f"{max(bits)} differ"
         faults = ", ".join(f"{fault} {_said(found)}" for fault, found in row["faults"].items())
-        cells = [row["name"], row["changed lines"], row["steps"], f"{row['allowed']:.0e}", *by_stage, grads, faults]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines), failed
+        allowed = f"{row['allowed']:.0e}"
+        cells.append([row["name"], row["changed lines"], row["steps"], allowed, *by_stage, grads, faults])
+    return _markdown(head, cells), sum(not is_good(row) for row in rows)
 
 
 def table_of_resumed(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
     """In Markdown, and how many rows are not as they should be."""
-    lines = [
-        "| script | steps | allowed | stage | 2 ranks | 3 ranks | 1 rank | from its file | by itself | if it forgets |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    failed = 0
+    ways = ["2 ranks", "3 ranks", "1 rank", "from its file", "by itself"]
+    cells = []
     for row in rows:
-        failed += not is_resumed_well(row)
         for stage, found in row["stages"].items():
             said = [_said(found.get("saves") or found.get(way)) for way in WAYS]
-            cells = [row["name"], row["steps"], f"{row['allowed']:.0e}", stage, *said, _said(row["faults"]["forgets"])]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines), failed
+            forgets = _said(row["faults"]["forgets"])
+            cells.append([row["name"], row["steps"], f"{row['allowed']:.0e}", stage, *said, forgets])
+    head = ["script", "steps", "allowed", "stage", *ways, "if it forgets"]
+    return _markdown(head, cells), sum(not is_resumed_well(row) for row in rows)
+
+
+def _markdown(head: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
+    first, *rest = (f"| {' | '.join(map(str, line))} |" for line in (head, *cells))
+    return "\n".join([first, "|---" * len(head) + "|", *rest])
 
 
 def is_resumed_well(row: dict[str, Any]) -> bool:
