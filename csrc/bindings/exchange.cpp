@@ -146,7 +146,8 @@ void bind_exchange(py::module_& m) {
       .def("end", &Linger::end, Release())
       .def("end_waits", &Linger::end_waits, Release())
       .def_static("all", &Linger::all)
-      .def_static("free_no_more", &Linger::free_no_more, Release());
+      .def_static("free_no_more", &Linger::free_no_more, Release())
+      .def_static("come_no_more", &Linger::come_no_more, Release());
   py::class_<PeerStates, std::shared_ptr<PeerStates>>(m, "PeerStates")
       .def(py::init([](std::shared_ptr<PublishedState> own, std::shared_ptr<FailureDetector> failure_detector,
                        std::shared_ptr<Linger> linger, std::shared_ptr<StateSource> others) {

@@ -26,6 +26,7 @@ std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::share
   auto peers = std::make_shared<PeerShards>(Communicator{group.value_or(Group()), std::move(failure_detector)},
                                             std::move(linger), std::move(processes), std::move(ranks), num_holders,
                                             rank, timeout);
+  Linger::before_end(peers, [at = peers.get()] { at->come_no_more(); });
   auto* const made = new Residency(std::move(peers), faults ? HiddenReads::fault : HiddenReads::raise);
   const auto shared = destroyed_without_gil(made, /*also_at_exit=*/false);  // then others may still read its shards
   Residency::list(shared);
@@ -156,6 +157,10 @@ void bind_residency(py::module_& m) {
       .def(
           "stand_by", [](Residency& self, bool does) { self->stand_by(does); }, py::arg("does"), Release())
       .def_property_readonly("kept", py::cpp_function([](Residency& self) { return self->kept(); }, Release()))
+      .def(
+          "take_back", [](Residency& self) { return self->take_back(); }, Release())
+      .def(
+          "come", [](Residency& self) { self->come(); }, Release())
       .def(
           "let_kept_go", [](Residency& self) { self->let_kept_go(); }, Release())
       .def_readwrite("identity", &Residency::identity)

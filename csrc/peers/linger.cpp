@@ -21,10 +21,16 @@ struct Kept {
   std::shared_ptr<const void> what;
 };
 
+struct BeforeEnd {
+  std::weak_ptr<const void> owner;
+  std::function<void()> tell;
+};
+
 struct Lists {
   pid_t process = getpid();
   Mutex<LockRank::lingering> mutex;  // of all below
   std::vector<std::weak_ptr<Linger>> made;
+  std::vector<BeforeEnd> before_end;
   std::vector<Kept> kept;
   bool has_thread = false;
   bool is_freeing = false;
@@ -113,6 +119,23 @@ void Linger::free_no_more() {
       if (!lists().is_freeing) return;
     }
     pause();
+  }
+}
+
+void Linger::before_end(std::weak_ptr<const void> owner, std::function<void()> tell) {
+  const std::lock_guard lock(lists().mutex);
+  std::erase_if(lists().before_end, [](const auto& each) { return each.owner.expired(); });
+  lists().before_end.push_back({std::move(owner), std::move(tell)});
+}
+
+void Linger::come_no_more() {
+  std::vector<BeforeEnd> told;  // without the lock
+  {
+    const std::lock_guard lock(lists().mutex);
+    told = lists().before_end;
+  }
+  for (const BeforeEnd& each : told) {
+    if (const auto owner = each.owner.lock()) each.tell();
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -63,6 +64,9 @@ class Linger {
   static std::vector<std::shared_ptr<Linger>> all();
   // What is kept stays for ever. Not to be called with the GIL.
   static void free_no_more();
+  // Calls what waits for it, as long as its `owner` lives: this process comes nowhere any more.
+  static void come_no_more();
+  static void before_end(std::weak_ptr<const void> owner, std::function<void()> tell);
   void end() { others_->say_end(); }
   // Ends waits for this rank, which will not come.
   void end_waits() const;

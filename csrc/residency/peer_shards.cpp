@@ -46,6 +46,10 @@ void PeerShards::stamps_changed() const {
   if (server_) server_->stamps_changed();
 }
 
+void PeerShards::come_no_more() const {
+  if (server_) server_->come_no_more();
+}
+
 void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
   std::vector<Awaited> awaited;
   for (const int peer : others(false, num_holders_)) {
@@ -89,23 +93,55 @@ PeerShards::Awaited PeerShards::ask(int peer, const Question& wanted, const Targ
   return {asked, apart, std::move(pieces)};
 }
 
-bool PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
+Written PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written,
+                                  int64_t came) const {
   std::vector<Questions::Asked> asked;
   std::vector<at::Tensor> answers;
+  Written found = Written::everywhere;
   for (const int peer : others(false, num_ranks())) {
     if (linger_ != nullptr && linger_->has_ended(ranks_[peer])) {
-      failure_detector_->needing(ranks_[peer], []() -> int { throw std::runtime_error(kHasEnded); });
+      found = Written::here_only;
+      continue;
     }
     answers.push_back(at::empty({1}, at::kByte));
-    asked.push_back(questions_->ask(ranks_[peer], {.bucket = bucket, .written = written}, answers.back()));
+    asked.push_back(
+        questions_->ask(ranks_[peer], {.bucket = bucket, .written = written, .came = came}, answers.back()));
   }
-  bool one_stands_by = false;
   for (const int peer : others(true, num_ranks())) {
-    one_stands_by |= await(peer, places.at(peer), ShardStamp::written, written) >= kStandsBy;
+    found = std::max(found, await_written_by(peer, places.at(peer), written, came));
   }
   for (const auto& each : asked) questions_->await(each);
-  for (const at::Tensor& answer : answers) one_stands_by |= *answer.const_data_ptr<uint8_t>() != 0;
-  return one_stands_by;
+  for (const at::Tensor& answer : answers) {
+    found = std::max(found, static_cast<Written>(*answer.const_data_ptr<uint8_t>()));
+  }
+  return found;
+}
+
+// A rank that comes to synchronize once more than this one waits for it there, and writes nothing before.
+Written PeerShards::await_written_by(int rank, const ShardPlace& place, int64_t written, int64_t came) const {
+  Written found = Written::everywhere;
+  failure_detector_->needing(ranks_[rank], [&] {
+    Pause pause;
+    while (true) {
+      const int64_t its_came = read_stamp(rank, place, ShardStamp::came);
+      const bool goes_on = (its_came > came && read_stamp(rank, place, ShardStamp::came) == its_came) ||
+                           (linger_ != nullptr && linger_->has_ended(ranks_[rank]));
+      const int64_t now = read_stamp(rank, place, ShardStamp::written);
+      if (now >= written && read_stamp(rank, place, ShardStamp::written) == now) {  // not copied byte by byte
+        found = now >= kStandsBy ? Written::one_stands_by : Written::everywhere;
+        return;
+      }
+      if (goes_on) {
+        found = Written::here_only;
+        return;
+      }
+      if (pause.waited() > timeout_) throw std::runtime_error("timed out");
+      LongWait::check();
+      pause();
+    }
+  });
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the stamp stands for is read after it
+  return found;
 }
 
 int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {

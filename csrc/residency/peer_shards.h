@@ -31,6 +31,7 @@ namespace zx {
 //   version  rises when step() has written the shard. A rank at version n waits until its peers' shards reach n.
 //   written  rises when an operator outside step() has written this rank's copy of the bucket (load_state_dict, p.mul_)
 //   stored   rises when that was taken over into the shard
+//   came     rises when the rank comes to synchronize with all others
 //   left     is 1 when the last of its parameters is gone on this rank, or all are whole for good
 //
 // - A shard of version n is not overwritten while others read it: its owner comes to version n + 1 when all ranks have
@@ -40,6 +41,9 @@ namespace zx {
 //   is stored. Ranks that are about to take rank 0's values (broadcast_parameters(), and where a wrapper is built)
 //   stand by meanwhile: who writes then keeps its copy as it is, until all have synchronized there, and rank 0's goes
 //   to the shards.
+// - A rank that has come to synchronize once more than the writer writes nothing before the writer comes too. So what
+//   was written is this rank's only, as where rank 0 evaluates with an average of the weights. Its copy stays as it is
+//   until it comes to synchronize: it should have the values of all ranks again by then, and is compared with them.
 // A rank that does not come is named after the timeout.
 //
 // On a mesh (replicate, shard) parameters are sharded over the shard axis only: of each bucket a rank keeps all the
@@ -90,6 +94,8 @@ class PeerShards {
   // This rank's shard of the next bucket, and that it has changed a stamp.
   void add(const at::Tensor& shard, const SharedStamps& stamps) const;
   void stamps_changed() const;
+  // At the end of its script. In memory others see that.
+  void come_no_more() const;
 
   // Where a fetch puts the others' shards: through the host's memory pieces of each into their places in `flat`, which
   // may be null if all are mapped; those that are mapped by `pull`. `in_part`: pieces are not all of a shard.
@@ -102,8 +108,9 @@ class PeerShards {
   // The others' shards of a bucket. `wanted` says how far they must have come. `places`: by rank. Throws
   // std::runtime_error that names the rank that is missing.
   void fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const;
-  // Returns when all have written a bucket so often, or stand by instead: whether one does. Throws as fetch().
-  bool await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const;
+  // Returns when all have written a bucket so often, or it is clear that some do not. `came`: how often this rank has
+  // come to synchronize. Throws as fetch().
+  Written await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written, int64_t came) const;
 
   const std::shared_ptr<Linger>& linger() const { return linger_; }
 
@@ -120,6 +127,7 @@ class PeerShards {
   };
   Awaited ask(int peer, const Question& wanted, const Target& target, std::vector<BytePiece> pieces) const;
   int64_t await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const;
+  Written await_written_by(int rank, const ShardPlace& place, int64_t written, int64_t came) const;
   int64_t read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const;
   std::vector<int> others(bool neighbours, int count) const;
   int num_ranks() const { return static_cast<int>(ranks_.size()); }

@@ -21,6 +21,7 @@ std::vector<ShardedBucket*> Publisher::all() const {
 void Publisher::announce(ShardedBucket& sharded) {
   sharded.room->serve(sharded.shard, sharded.served, {});
   sharded.stamps.at(ShardStamp::version) = version_;
+  sharded.stamps.at(ShardStamp::came) = came_;
   sharded.address = sharded.shard.const_data_ptr();
   peers_->add(sharded.served, sharded.stamps);
   digests_.push_back(0);
@@ -94,7 +95,8 @@ std::vector<ShardedBucket*> Publisher::to_take_over(const std::vector<int64_t>& 
   if (copies_.is_over(lock) || copies_.uses(lock).is_whole()) return found;
   for (const int64_t bucket : written) {
     if (copies_[bucket].places.empty()) continue;  // the constructor is not through
-    if (copies_.uses(lock).stays(bucket) != Stays::kept) found.push_back(&copies_[bucket]);
+    const Stays why = copies_.uses(lock).stays(bucket);
+    if (why != Stays::kept && why != Stays::here_only) found.push_back(&copies_[bucket]);
   }
   return found;
 }
@@ -103,19 +105,26 @@ void Publisher::take_over(const std::vector<int64_t>& written) {
   const std::vector<ShardedBucket*> now = to_take_over(written);
   if (now.empty()) return;
   std::string failure;
+  int64_t came = 0;
   ReadGuard::without_gil([&] {
     // Others overwrite what it read from as soon as all have written.
     for (ShardedBucket* sharded : now) sharded->room->await_pulls();
     {
       const BucketCopies::Lock lock(copies_.mutex);
+      came = came_;
       for (ShardedBucket* sharded : now) sharded->stamps.at(ShardStamp::written) = ++sharded->written;
     }
     peers_->stamps_changed();
     for (ShardedBucket* sharded : now) {
-      const Doing doing([sharded] { return "a write to the parameters of " + sharded->name; });
+      const Doing doing([sharded] {
+        return "a write to the parameters of " + sharded->name +
+               " (all ranks write them, or one writes copy.deepcopy(model))";
+      });
       try {
-        if (peers_->await_written(sharded->index, sharded->places, sharded->written)) {
-          keep(*sharded);
+        const Written found = peers_->await_written(sharded->index, sharded->places, sharded->written, came);
+        if (found != Written::everywhere) {
+          const std::string refused = keep(*sharded, found == Written::here_only ? Stays::here_only : Stays::kept);
+          if (!refused.empty()) failure = refused;
           continue;
         }
       } catch (const std::exception& error) {
@@ -149,14 +158,26 @@ void Publisher::store(const ShardedBucket& sharded) const {
   if (change) change->done();
 }
 
-// Another rank stands by.
-void Publisher::keep(ShardedBucket& sharded) {
-  TORCH_CHECK(sharded.rows == nullptr, "zerox: ", sharded.name,
-              " was written on this rank, and another one is about to "
-              "take rank 0's values: write tables on all ranks");
+// Another rank does not write it. Returns why it can't stay as it is; else empty.
+std::string Publisher::keep(ShardedBucket& sharded, Stays why) {
   const BucketCopies::Lock lock(copies_.mutex);
-  copies_.uses(lock).keep(sharded.index);
-  sharded.stamps.at(ShardStamp::written) = --sharded.written;
+  const bool can_stay = sharded.rows == nullptr && copies_.uses(lock).stays(sharded.index) == Stays::no;
+  if (can_stay) copies_.uses(lock).keep(sharded.index, why);
+  if (!can_stay || why == Stays::kept) take_back(sharded);
+  if (can_stay) return "";
+  copies_.cache(lock)[sharded.index].is_old = true;  // all of it is fetched
+  const std::string refused = "zerox: parameters of " + sharded.name +
+                              " were written here and not on all ranks, and what was written is taken back: write " +
+                              (sharded.rows == nullptr ? "on all" : "tables on all ranks");
+  copies_.report(lock).fail(refused);
+  return refused;
+}
+
+// Nobody stores what only this rank has written. To be called under the lock.
+void Publisher::take_back(ShardedBucket& sharded) {
+  sharded.written = sharded.stamps.get(ShardStamp::stored);
+  std::atomic<int64_t>& told = sharded.stamps.at(ShardStamp::written);
+  if (told < kStandsBy) told = sharded.written;
 }
 
 void Publisher::stand_by(bool does) {
@@ -170,19 +191,37 @@ void Publisher::stand_by(bool does) {
   peers_->stamps_changed();
 }
 
-std::vector<int64_t> Publisher::kept() const {
+void Publisher::come() {
+  {
+    const BucketCopies::Lock lock(copies_.mutex);
+    ++came_;
+    for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
+      copies_[bucket].stamps.at(ShardStamp::came).store(came_, std::memory_order_release);
+    }
+  }
+  peers_->stamps_changed();
+}
+
+std::vector<int64_t> Publisher::kept(Stays why) const {
   const BucketCopies::Lock lock(copies_.mutex);
   std::vector<int64_t> found;
   for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
-    if (copies_.uses(lock).stays(bucket) == Stays::kept) found.push_back(bucket);
+    if (copies_.uses(lock).stays(bucket) == why) found.push_back(bucket);
   }
   return found;
 }
 
-void Publisher::let_kept_go() {
+void Publisher::let_kept_go(Stays why) {
   const BucketCopies::Lock lock(copies_.mutex);
   for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
-    if (copies_.uses(lock).let_go(bucket, Stays::kept)) copies_.cache(lock)[bucket].is_stale = true;
+    if (!copies_.uses(lock).let_go(bucket, why)) continue;
+    Copy& copy = copies_.cache(lock)[bucket];
+    if (why == Stays::kept) {
+      copy.is_stale = true;
+      continue;
+    }
+    copy.is_old = copy.state == Copy::State::resident;  // all of it is fetched
+    take_back(copies_[bucket]);                         // not before: another rank that wrote it may still look
   }
 }
 

@@ -49,9 +49,12 @@ class Publisher {
   void take_over(const std::vector<int64_t>& written);
   // This rank writes nothing, and is about to take rank 0's values; or not any more.
   void stand_by(bool does);
-  // What was written while another rank stood by, and stays as it is until let_kept_go().
-  std::vector<int64_t> kept() const;
-  void let_kept_go();
+  // What was written while another rank stood by, and stays as it is until let_kept_go(); or on this rank only, while
+  // others went on.
+  std::vector<int64_t> kept(Stays why) const;
+  void let_kept_go(Stays why);
+  // This rank is about to synchronize with the others: it writes nothing before.
+  void come();
 
   // ---- inside whole()
 
@@ -71,13 +74,15 @@ class Publisher {
  private:
   std::vector<ShardedBucket*> all() const;
   std::vector<ShardedBucket*> to_take_over(const std::vector<int64_t>& written) const;
-  void keep(ShardedBucket& sharded);
+  std::string keep(ShardedBucket& sharded, Stays why);
+  static void take_back(ShardedBucket& sharded);
   void store(const ShardedBucket& sharded) const;
 
   BucketCopies& copies_;
   const Fetcher& fetcher_;
   const std::shared_ptr<const PeerShards> peers_;
   std::weak_ptr<PublishedState> state_{};  // the optimizer's, if others read it; under the lock of the copies
+  int64_t came_ = 0;                       // how often this rank has come to synchronize; under the lock of the copies
   int64_t version_ = 0;                    // the optimizer's caller writes it, under the lock of the copies
   std::vector<uint64_t> digests_;          // by bucket, at the beginning of whole(); the optimizer's caller's own
 };

@@ -155,7 +155,7 @@ void Readers::refuse_collective(int64_t bucket) {
     const BucketCopies::Lock lock(copies_.mutex);
     Uses& uses = copies_.uses(lock);
     if (uses.is_whole() || sharded.places.empty() || copies_.is_over(lock)) return;
-    if (uses.stays(bucket) != Stays::lent && uses.lend(bucket)) sharded.room->let_write(true);
+    if (uses.stays(bucket) == Stays::no && uses.lend(bucket)) sharded.room->let_write(true);
   }
   ReadGuard::raise_soon("zerox: a collective of torch.distributed was called on parameters of " + sharded.name +
                         ", which are sharded: call it inside optimizer.whole()");

@@ -93,8 +93,14 @@ class Residents {
   // between, and again afterwards before one of them writes.
   void stand_by(bool does);
   // What was written here meanwhile: it stays as it is until let_kept_go(), which all that was kept is released after.
-  std::vector<int64_t> kept() const { return publisher_.kept(); }
-  void let_kept_go() { publisher_.let_kept_go(); }
+  std::vector<int64_t> kept() const { return publisher_.kept(Stays::kept); }
+  void let_kept_go() { publisher_.let_kept_go(Stays::kept); }
+
+  // Before ranks synchronize, and before begin_update(): takes back what was written on this rank only. Returns the
+  // buckets in which it differed from what all ranks have.
+  std::vector<int64_t> take_back();
+  // This rank comes to synchronize: others do not wait for writes of its own.
+  void come();
 
   // To a new optimizer of the same parameters.
   Handover& handover() { return handover_; }

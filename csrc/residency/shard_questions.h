@@ -18,18 +18,22 @@ namespace zx {
 // changes a stamp answers what can be answered then. So nothing polls over a wire. If only pieces of a shard are
 // wanted, a second message says which.
 
+// Who has written a bucket outside step(): `everywhere`, or one stands by, or one goes on without a write.
+enum class Written : uint8_t { everywhere, one_stands_by, here_only };
+
 // The least that the stamps of a bucket must be: see Note [Shards are pulled].
 struct Question {
   int64_t bucket = 0;
   int64_t version = 0;
   int64_t written = 0;
   int64_t stored = 0;
-  bool wants_shard = false;  // else a byte will do
+  int64_t came = INT64_MAX;  // or the rank is beyond that
+  bool wants_shard = false;  // else a byte will do: Written
 
-  static constexpr QuestionKind kKind{5, TagKind::question, TagKind::answer, TagKind::wanted};
-  std::vector<int64_t> numbers() const { return {bucket, version, written, stored, int64_t{wants_shard}}; }
+  static constexpr QuestionKind kKind{6, TagKind::question, TagKind::answer, TagKind::wanted};
+  std::vector<int64_t> numbers() const { return {bucket, version, written, stored, came, int64_t{wants_shard}}; }
   static Question of(const std::vector<int64_t>& numbers) {
-    return {numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3), numbers.at(4) != 0};
+    return {numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3), numbers.at(4), numbers.at(5) != 0};
   }
 };
 

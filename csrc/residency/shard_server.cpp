@@ -24,6 +24,13 @@ void ShardServer::stamps_changed() {
   answer_what_can_be();
 }
 
+void ShardServer::come_no_more() {
+  const ReadGuard::Pause pause;
+  const std::lock_guard lock(mutex_);
+  comes_no_more_ = true;
+  answer_what_can_be();
+}
+
 void ShardServer::hear(HeardQuestion heard) {
   const ReadGuard::Pause pause;
   const std::lock_guard lock(mutex_);
@@ -43,6 +50,7 @@ void ShardServer::answer_what_can_be() {
 bool ShardServer::can_be_answered(const Question& question) const {
   if (question.bucket >= static_cast<int64_t>(shards_.size())) return false;
   const SharedStamps& stamps = shards_[question.bucket].stamps;
+  if (stamps.get(ShardStamp::came) > question.came || (comes_no_more_ && !question.wants_shard)) return true;
   return stamps.get(ShardStamp::version) >= question.version && stamps.get(ShardStamp::written) >= question.written &&
          stamps.get(ShardStamp::stored) >= question.stored;
 }
@@ -50,8 +58,11 @@ bool ShardServer::can_be_answered(const Question& question) const {
 at::Tensor ShardServer::answer_to(const HeardQuestion& heard) const {
   const Question question = Question::of(heard.what);
   if (!question.wants_shard) {
-    const bool stands_by = shards_[question.bucket].stamps.get(ShardStamp::written) >= kStandsBy;
-    return at::full({1}, stands_by ? 1 : 0, at::kByte);
+    const int64_t written = shards_[question.bucket].stamps.get(ShardStamp::written);
+    const Written found = written < question.written ? Written::here_only
+                          : written >= kStandsBy     ? Written::one_stands_by
+                                                     : Written::everywhere;
+    return at::full({1}, static_cast<int64_t>(found), at::kByte);
   }
   const at::Tensor& shard = shards_[question.bucket].values;
   const std::vector<int64_t>& pieces = heard.rest;

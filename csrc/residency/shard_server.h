@@ -25,6 +25,8 @@ class ShardServer {
   void add(at::Tensor shard, const SharedStamps& stamps);
   // To be called after a stamp has changed.
   void stamps_changed();
+  // This rank writes nothing any more: nobody waits for that.
+  void come_no_more();
 
   // Whether the rank has said that it will ask nothing more.
   bool has_left(int rank) const { return server_.told_by(rank) >= Told::asks_no_more; }
@@ -43,6 +45,7 @@ class ShardServer {
   Mutex<LockRank::shard_server> mutex_;  // of all below but the server
   std::deque<Shard> shards_;             // by bucket
   std::vector<HeardQuestion> kept_;
+  bool comes_no_more_ = false;
   QuestionServer server_;  // ends first
 };
 

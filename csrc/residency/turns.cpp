@@ -60,7 +60,9 @@ Turns::Turn Turns::begin_fetch(int64_t bucket, BucketCopies::Locked lock) {
   ++num_fetching_;
   ++copies_.report(lock).counts().fetches;
   copies_.note(ResidencyEvent::Kind::fetch, bucket, lock);
-  const Wanted wanted{.version = publisher_.version(lock), .written = copies_[bucket].written};
+  // Not what is written: what this rank alone writes nobody stores.
+  const int64_t stored = copies_[bucket].stamps.get(ShardStamp::stored);
+  const Wanted wanted{.version = publisher_.version(lock), .written = stored};
   return {.is_needed = true, .is_in_update = is_updating_, .wanted = wanted};
 }
 

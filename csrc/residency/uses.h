@@ -11,8 +11,9 @@
 namespace zx {
 
 // Why a bucket is pinned beside operators: it was `lent` to a collective, and may be written until the next step(); or
-// it is `kept` since it was written here while another rank stood by.
-enum class Stays : uint8_t { no, lent, kept };
+// it is `kept` since it was written here while another rank stood by; or it was written `here_only`, until ranks
+// synchronize.
+enum class Stays : uint8_t { no, lent, kept, here_only };
 
 // How often each bucket is pinned, and by whom. Buckets are added in order. Knows no torch, and is not thread-safe, but
 // for what it remembers of the calling thread.
@@ -55,7 +56,7 @@ class Uses {
     stay(bucket, Stays::lent);
     return begin_write(bucket);
   }
-  void keep(int64_t bucket) { stay(bucket, Stays::kept); }
+  void keep(int64_t bucket, Stays why) { stay(bucket, why); }
   // Returns whether it had stayed for that reason.
   bool let_go(int64_t bucket, Stays why) {
     Count& count = counts_[bucket];

@@ -113,3 +113,29 @@ def come_late(rank: int, world_size: int, folder: str) -> bool:
 
 def test_who_comes_late_is_waited_for(tmp_path: Path) -> None:
     assert run_ranks(come_late, 2, str(tmp_path)) == [True, True]
+
+
+def swap_before_a_gather(rank: int, world_size: int) -> bool:
+    """As diffusers' train_text_to_image.py: the main process validates with an average of the weights, while the others
+    are in the next batch, whose losses are gathered."""
+    with accelerators_environment(rank, world_size):
+        accelerator, model, optimizer = prepared(3)
+        for call in ("gather", "reduce"):
+            step(accelerator, model, optimizer)
+            if accelerator.is_main_process:
+                before = [param.detach().clone() for param in model.parameters()]
+                for param in model.parameters():
+                    param.data.copy_(torch.ones_like(param))
+                assert all(bool((param == 1).all()) for param in model.parameters())
+                for param, value in zip(model.parameters(), before, strict=True):
+                    param.data.copy_(value)
+            getattr(accelerator, call)(torch.ones(1))
+            step(accelerator, model, optimizer)
+        optimizer.optimizer.synchronize()
+    return True
+
+
+def test_an_average_goes_in_where_the_others_gather() -> None:
+    start = time.monotonic()
+    assert run_ranks(swap_before_a_gather, 2) == [True, True]
+    assert time.monotonic() - start < TIMEOUT_S / 2

@@ -180,8 +180,8 @@ def test_a_write_on_one_machine_only_raises(tmp_path: Path) -> None:
     try:
         for rank in range(4):
             said = run.answer(rank, within_s=60)
-            assert rank > 1 or "embedding.weight" in said, said
-            assert re.search(r"were written here and not on all ranks|did not come|is gone", said), said
+            assert "embedding.weight" in said, said
+            assert re.search(r"were written on rank [01] and not on all ranks", said), said
     finally:
         run.close()
 

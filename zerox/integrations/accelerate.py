@@ -39,6 +39,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 METHODS = ["prepare_model", "prepare_optimizer", "no_sync", "backward", "unscale_gradients", "clip_grad_norm_"]
 METHODS += ["clip_grad_value_", "save_state", "load_state", "join_uneven_inputs", "wait_for_everyone"]
+METHODS += ["gather", "reduce"]
 KEPT = ["_models", "_optimizers", "_dataloaders", "scaler", "ddp_handler", "fp8_enabled", "project_configuration"]
 
 
@@ -255,6 +256,16 @@ class ZeroxAccelerator(Accelerator):
         """As Accelerator's. A rank that needs this one meanwhile, in a call that it makes alone, raises there."""
         with of_engines.standing_outside(self._engines(), "accelerator.wait_for_everyone()"):
             super().wait_for_everyone()
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerator's."""
+        of_engines.come(self._engines())
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As Accelerator's."""
+        of_engines.come(self._engines())
+        return super().reduce(tensor, reduction, scale)
 
     # ---- files
 

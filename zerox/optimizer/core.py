@@ -38,6 +38,7 @@ from zerox.params.unwrapped_params import OwnParams, Shown
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.residency.residency import Residency, make_gather
+from zerox.residency.written_alone import come, take_refusal
 from zerox.rules.of_groups import Rules
 from zerox.update.update import Update
 
@@ -131,6 +132,9 @@ class Core:
         """Waits for everything on its way. Collective. ``sync_point`` is named to ranks that can't follow there; with a
         ``refusal``, RuntimeError on all ranks."""
         self.ranks.check_here()
+        if not self.grads.no_sync_depth:  # else it raises
+            come(self.ranks.given)
+            refusal = take_refusal(self.gather) or refusal
         visit = Visit(sync_point, arguments, refusal, sync_point is SyncPoint.FOLLOW)
         for phase in self.phases.before.values():
             phase(visit)

@@ -42,6 +42,7 @@ def _end() -> None:
     C.Linger.free_no_more()
     if _is_error():  # the others should know at once
         return
+    C.Linger.come_no_more()
     lingers = [each for each in C.Linger.all() if not each.has_given_up]
     for each in lingers:
         each.end()

@@ -35,6 +35,7 @@ from zerox.ranks.group import Ranks
 from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
 from zerox.ranks.roll_call import summary_of
+from zerox.residency import written_alone
 from zerox.residency.mapped_shards import map_shards
 from zerox.residency.takeover import agree, find_left, handing_over
 from zerox.sliced_tensor import SlicedTensor
@@ -107,6 +108,7 @@ class Residency:
             faults=_may_fault(),
         )
         weakref.finalize(self, self.residents.leave_to_params).atexit = False
+        written_alone.watch(self, ranks.given)
         self.all: list[Resident] = []  # in the residents' order
         self.left: dict[int, LeftBucket] = {}  # to be taken over, by id of their first parameters
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
@@ -217,6 +219,7 @@ class Residency:
     def updating(self) -> Iterator[None]:
         """Around the part of step() in which ranks synchronize and write their shards."""
         self._keep_written_so_far()
+        written_alone.take_back(self)
         self.residents.begin_update()
         self.under_way = write = ShardWrite()
         try:
@@ -298,6 +301,7 @@ class Residency:
         """Makes all whole for good, and lets the shards go. Collective."""
         if not self.residents.has_shards:
             return
+        written_alone.come(self.ranks.given)
         with self.ranks.refusals_told():
             if self.depth:
                 raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
@@ -347,6 +351,7 @@ class Residency:
         written = self.residents.written_inside()
         if not written:
             return
+        written_alone.come(self.ranks.given)
         try:
             known = [(member.name, member.param) for each in self.all for member in each.members]
             lines = [line for index in written for line in self.all[index].values_told()]

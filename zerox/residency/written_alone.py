@@ -1,0 +1,77 @@
+"""What one rank writes of sharded parameters while the others go on, as where rank 0 evaluates with an average of the
+weights: by the time that ranks synchronize it has the values of all again. See Note [Shards are pulled] in
+csrc/residency/peer_shards.h."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from zerox.residency.residency import Residency
+
+NOT_PUT_BACK = (
+    "parameters of {1} were written on rank {0} and not on all ranks, and did not get back the values that all have: "
+    "what was written is taken back. Write on all ranks, or inside optimizer.whole(), or into copy.deepcopy(model)"
+)
+
+
+@dataclass
+class Watched:
+    """``ranks``: all that have shards. ``not_put_back``: what is to be said where they synchronize."""
+
+    ranks: frozenset[int]
+    not_put_back: str = ""
+
+
+_all: WeakKeyDictionary[Residency, Watched] = WeakKeyDictionary()
+_ranks: WeakKeyDictionary[dist.ProcessGroup, frozenset[int]] = WeakKeyDictionary()
+
+
+def watch(sharded: Residency, group: dist.ProcessGroup) -> None:
+    _all[sharded] = Watched(_ranks_of(group))
+
+
+def come(group: dist.ProcessGroup | None) -> None:
+    """To be called before a wait of this group's ranks for each other, on all of them or on none.
+
+    Whoever waits for a write of this rank goes on, whatever optimizer the parameters belong to; and what this one has
+    written alone is taken back.
+    """
+    if not _all or group is None:
+        return
+    ranks = _ranks_of(group)
+    for sharded, watched in list(_all.items()):
+        if watched.ranks == ranks and sharded.residents.has_shards:
+            if sharded.under_way is None and not sharded.depth:
+                take_back(sharded)
+            sharded.residents.come()
+
+
+def take_back(sharded: Residency) -> None:
+    if differing := sharded.residents.take_back():
+        names = ", ".join(sharded.all[index].name for index in differing)
+        watched = _all[sharded]
+        watched.not_put_back = watched.not_put_back or NOT_PUT_BACK.format(sharded.ranks.rank, names)
+
+
+def take_refusal(gather: object) -> str:
+    """Why ranks can't synchronize: it was not put back; else empty."""
+    watched = _all.get(gather)  # type: ignore[call-overload]
+    if watched is None:
+        return ""
+    why, watched.not_put_back = watched.not_put_back, ""
+    return str(why)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
+    """Of a group that was made by hand, which torch knows no ranks of, a number of its own."""
+    if group not in _ranks:
+        try:
+            _ranks[group] = frozenset(dist.get_process_group_ranks(group))
+        except KeyError:
+            _ranks[group] = frozenset([-id(group)])
+    return _ranks[group]
