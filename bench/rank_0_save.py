@@ -4,12 +4,16 @@
 
 Rank 0 saves; the others wait meanwhile. In turn in each round: what it saves of its own accord; torch.save of the whole
 state, which full_state_dict() has gathered before; and a plain read of what the other ranks have of it, from their
-memory into memory of rank 0's that is new each time. "over" is what the first takes longer than the second, in parts of
-the third. Both files are the same, which is checked first.
+memory into memory of rank 0's. "over" is what the first takes longer than the second, in parts of the third. Both files
+are the same, which is checked first.
+
+What a save reads lies in memory that the process did not have before. The plain read is into what the allocator gives,
+which it may have kept from the round before; and, as "over_new", into pages that are new, as the save's.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import time
@@ -45,12 +49,16 @@ def tensors_of(optimizer: FusedShardedAdam) -> list[Tensor]:
     return [stored.values for bucket in optimizer.inside.buckets for stored in bucket.state.values()]
 
 
-def read_plainly(others: list[tuple[int, list[tuple[int, int]]]]) -> None:
+def new_pages(numel: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(-1, 4 * numel), dtype=torch.float32)
+
+
+def read_plainly(others: list[tuple[int, list[tuple[int, int]]]], make: Callable[[int], Tensor]) -> None:
     """``others``: each one's process, and address and number of elements of each of its tensors."""
     kept = []
     for process, tensors in others:
         for address, numel in tensors:
-            kept.append(torch.empty(numel))
+            kept.append(make(numel))
             if not C.read_memory(process, address, kept[-1]):
                 raise WrongResult("another rank's memory could not be read")
 
@@ -77,7 +85,8 @@ def measure(mib: int, path: Path, rounds: int) -> list[Row]:
     jobs: dict[str, Callable[[], object]] = {
         "state_dict()": lambda: torch.save(optimizer.state_dict(), path),
         "whole already": lambda: torch.save(whole, path),
-        "plain read": partial(read_plainly, told[1:]),
+        "plain read": partial(read_plainly, told[1:], torch.empty),
+        "into new pages": partial(read_plainly, told[1:], new_pages),
     }
     if dist.get_rank() == 0:
         jobs["state_dict()"]()
@@ -91,13 +100,22 @@ def measure(mib: int, path: Path, rounds: int) -> list[Row]:
         for name, job in jobs.items():
             samples[name].append(seconds(job, path))
     medians = {name: statistics.median(each) for name, each in samples.items()}
-    over = (medians["state_dict()"] - medians["whole already"]) / medians["plain read"]
+    longer = medians["state_dict()"] - medians["whole already"]
+    over, over_new = longer / medians["plain read"], longer / medians["into new pages"]
     missing = sum(numel * 4 for _, tensors in told[1:] for _, numel in tensors) / MIB
-    row = {"ranks": dist.get_world_size(), "mib": mib, "missing_mib": missing, "over": over}
+    row = {"ranks": dist.get_world_size(), "mib": mib, "missing_mib": missing, "over": over, "over_new": over_new}
     return [{**row, "what": name, "seconds": median} for name, median in medians.items()]
 
 
-COLUMNS = {"ranks": "", "what": "<15", "mib": ",.0f", "missing_mib": ",.0f", "seconds": ".3f", "over": ".2f"}
+COLUMNS = {
+    "ranks": "",
+    "what": "<15",
+    "mib": ",.0f",
+    "missing_mib": ",.0f",
+    "seconds": ".3f",
+    "over": ".2f",
+    "over_new": ".2f",
+}
 FOLDER = {"type": Path, "default": Path(), "help": "to save in"}
 SIZE = {"type": int, "default": 1024, "help": "of the parameters, in MiB"}
 make_parser = partial(new_parser, "bench.rank_0_save", __doc__, "ranks", "rounds", rounds=5, folder=FOLDER, mib=SIZE)

@@ -92,6 +92,9 @@ def test_skipped_steps_are_counted_and_have_no_figures(world_size: int) -> None:
     run_ranks(skips, world_size)
 
 
+LATE_S = 0.6  # far more than a busy machine adds
+
+
 def update_late(optimizer: Engine) -> None:
     """In its next step, once ranks have synchronized."""
     update = optimizer.inside.update
@@ -99,24 +102,24 @@ def update_late(optimizer: Engine) -> None:
 
     def late_runs(*args: Any) -> Any:
         del update.runs  # type: ignore[method-assign]
-        time.sleep(0.2)
+        time.sleep(LATE_S)
         return runs(*args)
 
     update.runs = late_runs  # type: ignore[method-assign]
 
 
 def late(rank: int, _: int, options: dict[str, Any], overlaps: bool, where: str) -> list[dict[str, float]]:
-    """Rank 1 comes late by 0.2 s to one place of the second step."""
+    """Rank 1 comes late by LATE_S to one place of the second step."""
     model, optimizer = make(**options)
     if overlaps:
         optimizer.overlap_gather(model)
     watch = Watch(optimizer)
     for step in range(3):
         if rank == 1 and step == 1 and where == "backward":
-            time.sleep(0.2)
+            time.sleep(LATE_S)
         backward(model, rank)
         if rank == 1 and step == 1 and where == "step":
-            time.sleep(0.2)
+            time.sleep(LATE_S)
         if rank == 1 and step == 1 and where == "update":
             update_late(optimizer)
         optimizer.step()
@@ -141,9 +144,9 @@ def test_a_rank_that_is_late_shows_as_exposed_time_of_the_others(
     # What an update leaves to the next forward is waited for there, but where ranks first tell that all could update.
     is_left = (overlaps or options["stage"] == 3) and "optimizer_class" not in options
     slow = 2 if where == "update" and is_left else 1
-    assert 150 < exposed.pop(slow) < waits[slow]["step_ms"] + 50
-    assert max(exposed) < 100
-    assert max(of_late) < 100, "it waited for nobody"
+    assert 750 * LATE_S < exposed.pop(slow) < waits[slow]["step_ms"] + 50
+    assert max(exposed) < 500 * LATE_S
+    assert max(of_late) < 500 * LATE_S, "it waited for nobody"
     assert comes_late[1]["step_ms"] > 200
 
 
