@@ -42,14 +42,12 @@ def make_data(folder: Path) -> None:
     (folder / "tiny.json").write_text(json.dumps(CONFIG))
 
 
+RUN = "--config tiny.json --batch-size 4 --num-workers 1 --evaluate-every 0"
 CLIENT = Client(
     name="k_diffusion",
     repository="crowsonkb/k-diffusion",
     commit="4601bf0",
-    command=[
-        "train.py",
-        *"--config tiny.json --batch-size 4 --num-workers 1 --evaluate-every 0 --end-step 14 --start-method fork".split(),
-    ],
+    command=["train.py", *f"{RUN} --end-step 14 --start-method fork".split()],
     make_data=make_data,
     environment={"ACCELERATE_USE_CPU": "true"},
     resume=Resume("--end-step 7 --name kept", "--name kept"),

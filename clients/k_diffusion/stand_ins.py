@@ -1,5 +1,5 @@
-"""No checkpoint of a run before, from which the script would go on; no clip, which evaluations alone use; and an argument
-of schedules that torch has dropped since.
+"""No checkpoint of a run before, from which the script would go on; no clip, which evaluations alone use; and schedules
+with an argument that torch has dropped since.
 """
 
 from __future__ import annotations
