@@ -165,8 +165,8 @@ def refuse_pickling() -> None:
     warning, if ranks are to have files of their own."""
     if is_state_pulled():
         raise RuntimeError(
-            f"zerox: {IS_PICKLED}, and it can't read the rest alone, as with tables, DTensors, experts and parameters "
-            f"that are each rank's own, or after a CUDA graph: {INSTEAD}. For files of each rank set {STATE_PULL}=0"
+            f"zerox: {IS_PICKLED}, and it can't read the rest alone, as with tables, DTensors and experts, or after a "
+            f"CUDA graph: {INSTEAD}. For files of each rank set {STATE_PULL}=0"
         )
     _warn_of_pickling()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -99,6 +100,36 @@ def goes_on(rank: int, _: int, folder: str, kind: str, stage: int) -> None:
 def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str, stage: int) -> None:
     run_ranks(goes_on, 2, str(tmp_path / "saved"), kind, stage)
     assert json.loads((tmp_path / "saved/zerox.json").read_text())["format"] == 3
+
+
+def saves_alone(rank: int, _: int, kind: str, stage: int) -> None:
+    """By torch.save. Who loads it there goes on bit for bit."""
+    model, optimizer = KINDS[kind](of_zerox(rank, stage))
+    trained(model, optimizer, steps=3)
+    whole = [optimizer.full_state_dict(to=to) for to in range(2)][rank]
+    with pytest.warns(UserWarning, match=rf"the whole state of rank {rank} has that rank's own parameters only"):
+        shown = optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": shown}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert saved["optimizer"]["state"].keys() == whole["state"].keys()
+    for number, state in whole["state"].items():
+        assert saved["optimizer"]["state"][number].keys() == state.keys()
+        for key, value in state.items():
+            assert same_bits(torch.as_tensor(saved["optimizer"]["state"][number][key]), torch.as_tensor(value)), key
+    other = KINDS[kind](of_zerox(rank, stage))
+    other[0].load_state_dict(saved["model"])
+    other[1].load_state_dict(saved["optimizer"])
+    for twin in ((model, optimizer), other):
+        trained(*twin, steps=2, first=3)
+    assert all(map(same_bits, everything(*other), everything(model, optimizer)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_s_save_has_its_own_and_all_that_ranks_share(kind: str, stage: int) -> None:
+    run_ranks(saves_alone, 2, kind, stage)
 
 
 def saved_at(rank: int, _: int, folder: str, kind: str = "adamw") -> None:

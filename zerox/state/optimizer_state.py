@@ -146,6 +146,7 @@ class OptimizerState:
             if consolidated.is_of(self.core.buckets):
                 return consolidated.state
         if request is None and self.pulls.is_complete:
+            self._say_whose(self.core.ranks.rank)
             return {member.number: state for member, state in self.pulls.shown()}
         if self._is_whole_here:
             return self._with_masks() if any(bucket.mask for bucket in self.core.buckets) else None

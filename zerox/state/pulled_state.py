@@ -121,9 +121,9 @@ class PulledState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the state can be pulled."""
+        """Whether all state of parameters that ranks share can be pulled."""
         core = self.core
-        if self.window is None or self.is_in_graph or core.tables or core.calls.own.are_some:
+        if self.window is None or self.is_in_graph or core.tables:
             return False
         is_cut = any(cuts_of(member.param) for bucket in core.buckets for member in bucket.members)
         return not (is_cut or core.grads.subgroups.are_many)
