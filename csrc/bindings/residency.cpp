@@ -168,7 +168,7 @@ void bind_residency(py::module_& m) {
       .def_property_readonly("version", [](Residency& self) { return self->handover().version(); })
       .def_property_readonly("kind", [](Residency& self) { return self->kind(); })
       .def_static("left_with", &Residency::left_with, py::arg("tensor"), Release())
-      .def("leave_to_params", &Residency::leave_to_params)
+      .def("leave_to_params", &Residency::leave_to_params, Release())
       .def(
           "bucket_of", [](Residency& self, const at::Tensor& tensor) { return self->handover().bucket_of(tensor); },
           py::arg("tensor"), Release())

@@ -202,6 +202,11 @@ void Publisher::come() {
   peers_->stamps_changed();
 }
 
+void Publisher::come_nowhere() {
+  const BucketCopies::Lock lock(copies_.mutex);
+  came_ = INT64_MAX;
+}
+
 std::vector<int64_t> Publisher::kept(Stays why) const {
   const BucketCopies::Lock lock(copies_.mutex);
   std::vector<int64_t> found;

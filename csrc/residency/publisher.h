@@ -55,6 +55,8 @@ class Publisher {
   void let_kept_go(Stays why);
   // This rank is about to synchronize with the others: it writes nothing before.
   void come();
+  // It synchronizes no more, and so it can't know that another rank is ahead.
+  void come_nowhere();
 
   // ---- inside whole()
 

@@ -30,6 +30,11 @@ Residency::Residency(std::shared_ptr<const PeerShards> peers, HiddenReads hidden
     : residents_(std::make_shared<Residents>(std::move(peers), hidden)),
       guard_(std::in_place, Residents::watcher(residents_)) {}
 
+void Residency::leave_to_params() {
+  is_left_ = true;
+  if (residents_ != nullptr) residents_->come_nowhere();
+}
+
 void Residency::list(const std::shared_ptr<Residency>& made) {
   const std::lock_guard lock(all().mutex);
   std::erase_if(all().made, [](const auto& each) { return each.expired(); });

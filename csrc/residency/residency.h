@@ -39,7 +39,7 @@ class Residency : public std::enable_shared_from_this<Residency> {
   // That which the parameters of a tensor's bucket belong to, if their optimizer was deleted; else null.
   static std::shared_ptr<Residency> left_with(const at::Tensor& tensor);
   // Its optimizer is gone.
-  void leave_to_params() { is_left_ = true; }
+  void leave_to_params();
   // A bucket of another one's that its handover() has begun to give away: see Note [Shards are handed over].
   int64_t take(Residency& from, int64_t bucket, std::string name, bool is_served);
 

@@ -126,15 +126,21 @@ void Residents::stand_by(bool does) {
 }
 
 std::vector<int64_t> Residents::take_back() {
+  copies_.check_process();
   std::vector<int64_t> differing;
   const std::vector<int64_t> written = publisher_.kept(Stays::here_only);
   std::vector<uint64_t> digests;
-  for (const int64_t bucket : written) digests.push_back(copies_[bucket].room->digest());
+  for (const int64_t bucket : written) {
+    copies_.begin_use(bucket);
+    digests.push_back(copies_[bucket].room->digest());
+  }
   publisher_.let_kept_go(Stays::here_only);
   for (size_t i = 0; i < written.size(); ++i) {
     readers_.pin(written[i], nullptr);
+    copies_.begin_use(written[i]);
     if (copies_[written[i]].room->digest() != digests[i]) differing.push_back(written[i]);
     const BucketCopies::Lock lock(copies_.mutex);
+    copies_[written[i]].room->end_use();
     copies_.uses(lock).unpin(written[i]);
     if (copies_.is_hostile()) copies_.release_if_free(written[i], lock);
     if (!copies_.uses(lock).is_pinned(written[i])) copies_[written[i]].room->let_ask(false);

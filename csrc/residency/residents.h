@@ -101,6 +101,8 @@ class Residents {
   std::vector<int64_t> take_back();
   // This rank comes to synchronize: others do not wait for writes of its own.
   void come();
+  // There is no optimizer any more, by which ranks come to synchronize.
+  void come_nowhere() { publisher_.come_nowhere(); }
 
   // To a new optimizer of the same parameters.
   Handover& handover() { return handover_; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,60 @@ def after_sync(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_who_writes_late_is_waited_for(way: str) -> None:
     run_ranks(run_by_way, 2, way, after_sync)
+
+
+def raises_inside_whole(rank: int, world_size: int) -> None:
+    """On one rank. Afterwards all still know of each other how often they have come."""
+    model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    before = values(model)
+
+    def write() -> None:
+        with optimizer.whole():
+            for param in model.parameters():
+                param.data.zero_()
+            if rank == 1:
+                raise ZeroDivisionError
+
+    with pytest.raises((RuntimeError, ZeroDivisionError, ValueError)):
+        write()
+    assert_same(values(model), before)
+    if rank == 0:
+        time.sleep(0.5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    assert_same(values(model), [value + 1 for value in before])
+    if rank == 0:
+        swaps(model)
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_all_write_and_one_swaps_after_an_error_inside_whole(way: str) -> None:
+    run_ranks(run_by_way, 2, way, raises_inside_whole)
+
+
+def is_gone(rank: int, world_size: int) -> None:
+    """What is read back without a sync point has said so before: a script may end there."""
+    model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    if rank == 0:
+        with torch.no_grad():
+            model.get_parameter("blocks.0.up.weight").zero_()
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(pytest.warns(UserWarning, match=NOT_PUT_BACK))
+        with standing_outside([optimizer], "accelerator.wait_for_everyone()"):
+            dist.barrier()
+    assert model.get_parameter("blocks.0.up.weight").any()
+    with pytest.raises((RuntimeError, ValueError), match=NOT_PUT_BACK):  # told by rank 0
+        optimizer.unshard()
+    optimizer.unshard()
+
+
+def test_what_is_taken_back_is_warned_of_at_once() -> None:
+    run_ranks(is_gone, 2)
 
 
 def in_several_calls(rank: int, world_size: int, call: str) -> None:

@@ -43,7 +43,7 @@ def no_sync(engines: Iterable[Engine]) -> Iterator[None]:
 
 def come(engines: Iterable[Engine]) -> None:
     """Before a wait for all ranks that is not zerox's: what one of them writes alone waits for no other one there."""
-    groups = {id(group): group for engine in engines if (group := engine.inside.ranks.given) is not None}
+    groups = {id(group): group for engine in engines if (group := engine.inside.ranks.group_if_any) is not None}
     for group in groups.values():
         come_in(group)
 

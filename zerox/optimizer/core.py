@@ -133,7 +133,7 @@ class Core:
         ``refusal``, RuntimeError on all ranks."""
         self.ranks.check_here()
         if not self.grads.no_sync_depth:  # else it raises
-            come(self.ranks.given)
+            come(self.ranks.group_if_any)
             refusal = take_refusal(self.gather) or refusal
         visit = Visit(sync_point, arguments, refusal, sync_point is SyncPoint.FOLLOW)
         for phase in self.phases.before.values():

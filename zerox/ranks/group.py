@@ -92,6 +92,11 @@ class Ranks:
         return referenced(self.to_given)
 
     @property
+    def group_if_any(self) -> dist.ProcessGroup | None:
+        """The same; None once it is destroyed."""
+        return None if self.to_given is None else self.to_given()
+
+    @property
     def axes(self) -> tuple[Axis, ...]:
         """The inner one first."""
         return self.on_mesh or (Axis.of_all(self.data, self.size),)

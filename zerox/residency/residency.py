@@ -301,14 +301,14 @@ class Residency:
         """Makes all whole for good, and lets the shards go. Collective."""
         if not self.residents.has_shards:
             return
-        written_alone.come(self.ranks.given)
+        written_alone.come(self.ranks.group_if_any)
         with self.ranks.refusals_told():
             if self.depth:
                 raise RuntimeError("unshard() was called inside optimizer.whole(): call it afterwards")
             self.residents.enter_whole()
         try:
             with self.ranks.refusals_told():
-                if failure := self.failure():
+                if failure := self.failure() or written_alone.take_refusal(self):
                     raise RuntimeError(failure)
             self.ranks.check_same([])
         except BaseException:
@@ -351,7 +351,7 @@ class Residency:
         written = self.residents.written_inside()
         if not written:
             return
-        written_alone.come(self.ranks.given)
+        written_alone.come(self.ranks.group_if_any)
         try:
             known = [(member.name, member.param) for each in self.all for member in each.members]
             lines = [line for index in written for line in self.all[index].values_told()]
@@ -365,6 +365,7 @@ class Residency:
     def _take_back(self, error: BaseException) -> None:
         """What was written is taken back, on all ranks that wrote: they wait for this one's answer."""
         if written := self.residents.written_inside():
+            written_alone.come(self.ranks.group_if_any)  # as those that raise nothing
             self.residents.drop_written(written)
             if self.depth > 1:
                 self.residents.refresh_whole()

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from zerox.ranks.calls import warn_caller
+
 if TYPE_CHECKING:
     from zerox.residency.residency import Residency
 
@@ -44,8 +46,9 @@ def come(group: dist.ProcessGroup | None) -> None:
     if not _all or group is None:
         return
     ranks = _ranks_of(group)
-    for sharded, watched in list(_all.items()):
-        if watched.ranks == ranks and sharded.residents.has_shards:
+    for reference in _all.keyrefs():  # at once: another thread may build an optimizer
+        sharded = reference()
+        if sharded is not None and _all[sharded].ranks == ranks and sharded.residents.has_shards:
             if sharded.under_way is None and not sharded.depth:
                 take_back(sharded)
             sharded.residents.come()
@@ -56,6 +59,7 @@ def take_back(sharded: Residency) -> None:
         names = ", ".join(sharded.all[index].name for index in differing)
         watched = _all[sharded]
         watched.not_put_back = watched.not_put_back or NOT_PUT_BACK.format(sharded.ranks.rank, names)
+        warn_caller(f"zerox: {watched.not_put_back}")  # the script may end before ranks synchronize
 
 
 def take_refusal(gather: object) -> str:
