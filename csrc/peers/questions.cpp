@@ -3,11 +3,14 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <utility>
 
 namespace zx {
 namespace {
+
+constexpr std::chrono::milliseconds kSent{2000};
 
 at::Tensor tensor_of(const std::vector<int64_t>& numbers) {
   const at::Tensor packed = at::empty({static_cast<int64_t>(numbers.size())}, at::kLong);
@@ -33,6 +36,13 @@ HeardQuestion HeardQuestion::unpack(const at::Tensor& numbers, int64_t& num_rest
 
 Questions::Questions(const Group& group, QuestionKind kind)
     : group_(group), backend_(group->getBackend(c10::DeviceType::CPU)), kind_(kind) {}
+
+Questions::~Questions() {
+  try {
+    for (const Asked& each : told_) each.sending[0]->wait(kSent);
+  } catch (const std::exception&) {  // a rank is gone or stopped, and all connections are closed now
+  }
+}
 
 std::pair<int, int64_t> Questions::take_tag() {
   const std::lock_guard lock(mutex_);

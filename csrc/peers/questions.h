@@ -62,6 +62,11 @@ class Questions {
  public:
   // `group`: over gloo.
   Questions(const Group& group, QuestionKind kind);
+  // Waits a little until what was told has been sent: of a message that has not, gloo says nothing to the other rank,
+  // which would go on keeping what nobody reads.
+  ~Questions();
+  Questions(const Questions&) = delete;
+  Questions& operator=(const Questions&) = delete;
 
   struct Asked {
     int peer;
