@@ -6,19 +6,30 @@ import gc
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+
+from zerox import _C as C
 
 DEADLINE_S = 20.0
 
 
 def await_lingering() -> None:
     """On all ranks: until what all have deleted is freed. Those that are told by message may need a second for it."""
-    gc.collect()  # one that a cycle keeps alive on a rank makes the others keep theirs
-    dist.barrier()
     deadline = time.monotonic() + DEADLINE_S
-    while _lingers():
-        assert time.monotonic() < deadline, "some rank has not deleted its optimizer"
+    while True:
+        gc.collect()  # one that a cycle keeps alive on a rank makes the others keep theirs; one pass may not free all
+        num_lingering = torch.tensor(int(_lingers()))
+        dist.all_reduce(num_lingering)
+        if not num_lingering:
+            return
+        assert time.monotonic() < deadline, f"ranks that have not deleted their optimizers: {_readers()}"
         time.sleep(0.002)
+
+
+def _readers() -> list[tuple[int, list[int]]]:
+    """Of all that lives in this process: which rank it is, and whom it waits for."""
+    return [(each.rank, each.readers()) for each in C.Linger.all()]
 
 
 def _lingers() -> bool:
