@@ -273,7 +273,7 @@ TEST(what_is_lent_is_pinned_and_written_until_it_is_let_go) {
 TEST(what_is_kept_is_pinned_until_it_is_let_go) {
   Uses uses;
   uses.add();
-  uses.keep(0);
+  uses.keep(0, Stays::kept);
   CHECK(uses.stays(0) == Stays::kept && uses.is_pinned(0) && !uses.may_be_written(0));
   CHECK(uses.let_go(0, Stays::kept));
   CHECK(!uses.is_pinned(0));
