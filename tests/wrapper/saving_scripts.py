@@ -20,7 +20,10 @@ BEGUN, MORE = 3, 3  # steps before the save, and after
 
 
 class Training:
-    """One script. ``kept``: what has a state of its own beside the model and the optimizer."""
+    """One script. ``file``: which it goes on from. ``kept``: what has a state of its own beside the model and the
+    optimizer."""
+
+    file: str
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -40,7 +43,17 @@ class Training:
         raise NotImplementedError
 
     def load(self, folder: Path) -> None:
-        raise NotImplementedError
+        """By name, as most do it."""
+        saved = torch.load(folder / self.file, map_location="cpu")
+        for key, each in self.named().items():
+            each.load_state_dict(saved[key])
+
+    def named(self) -> dict[str, Any]:
+        """What is in the file."""
+        return {"model": self.model.module, "optimizer": self.optimizer, **self.kept}
+
+    def saved(self) -> dict[str, Any]:
+        return {key: each.state_dict() for key, each in self.named().items()}
 
     def run(self, first: int, steps: int) -> None:
         for number in range(first, first + steps):
@@ -50,6 +63,8 @@ class Training:
 class Imagenet(Training):
     """Under torchrun each rank is its machine's first, and all write the same file. A schedule goes with it."""
 
+    file = "checkpoint.pth.tar"
+
     def build(self) -> None:
         super().build()
         self.kept["scheduler"] = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
@@ -58,22 +73,20 @@ class Imagenet(Training):
         super().step(number)
         self.kept["scheduler"].step()
 
-    def save(self, folder: Path) -> None:
-        saved = {"epoch": 1, "state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        path = folder / f"rank{self.script.rank}.pth.tar"  # of a file that several write at once nothing can be said
-        torch.save({**saved, "scheduler": self.kept["scheduler"].state_dict()}, path)
-        if self.script.rank == 0:
-            shutil.copyfile(path, folder / "checkpoint.pth.tar")
+    def named(self) -> dict[str, Any]:
+        return {"state_dict": self.model, "optimizer": self.optimizer, **self.kept}
 
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / "checkpoint.pth.tar", map_location="cpu")
-        self.model.load_state_dict(saved["state_dict"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.kept["scheduler"].load_state_dict(saved["scheduler"])
+    def save(self, folder: Path) -> None:
+        path = folder / f"rank{self.script.rank}.pth.tar"  # of a file that several write at once nothing can be said
+        torch.save({"epoch": 1, **self.saved()}, path)
+        if self.script.rank == 0:
+            shutil.copyfile(path, folder / self.file)
 
 
 class NanoGpt(Training):
     """The module's state, without the wrapper's prefix, and two groups; rank 0 evaluates before it saves."""
+
+    file = "ckpt.pt"
 
     def build(self) -> None:
         net = self.script.net()
@@ -99,17 +112,13 @@ class NanoGpt(Training):
         if self.script.rank == 0:
             with torch.no_grad():
                 self.script.loss(self.model.module, 70)
-            saved = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict(), "iter_num": 3}
-            torch.save(saved, folder / "ckpt.pt")
-
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / "ckpt.pt", map_location="cpu")
-        self.model.module.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+            torch.save({"iter_num": 3, **self.saved()}, folder / self.file)
 
 
 class Mae(Training):
     """A scaler's state beside them."""
+
+    file = "checkpoint-0.pth"
 
     def build(self) -> None:
         super().build()
@@ -124,20 +133,15 @@ class Mae(Training):
         self.optimizer.zero_grad()
 
     def save(self, folder: Path) -> None:
-        saved = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict(), "epoch": 0}
-        saved["scaler"] = self.kept["scaler"].state_dict()
+        saved = {"epoch": 0, **self.saved()}  # on all ranks
         if self.script.rank == 0:
-            torch.save(saved, folder / "checkpoint-0.pth")
-
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / "checkpoint-0.pth", map_location="cpu")
-        self.model.module.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.kept["scaler"].load_state_dict(saved["scaler"])
+            torch.save(saved, folder / self.file)
 
 
 class Dino(Training):
     """A teacher that follows the student; both are saved by name, and all that has a state is loaded by name."""
+
+    file = "checkpoint.pth"
 
     def build(self) -> None:
         super().build()
@@ -153,20 +157,19 @@ class Dino(Training):
             for ours, theirs in zip(self.model.module.parameters(), teacher.parameters(), strict=True):
                 theirs.data.mul_(0.9).add_(0.1 * ours.detach().data)
 
-    def save(self, folder: Path) -> None:
-        saved = {"student": self.model.state_dict(), "teacher": self.kept["teacher"].state_dict()}
-        saved["optimizer"] = self.optimizer.state_dict()
-        if self.script.rank == 0:
-            torch.save(saved, folder / "checkpoint.pth")
+    def named(self) -> dict[str, Any]:
+        return {"student": self.model, "optimizer": self.optimizer, **self.kept}
 
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / "checkpoint.pth", map_location="cpu")
-        for key, each in {"student": self.model, "teacher": self.kept["teacher"], "optimizer": self.optimizer}.items():
-            each.load_state_dict(saved[key])
+    def save(self, folder: Path) -> None:
+        saved = self.saved()  # on all ranks
+        if self.script.rank == 0:
+            torch.save(saved, folder / self.file)
 
 
 class Detr(Training):
     """Frozen layers are in the model and not in the optimizer, which has two rates."""
+
+    file = "checkpoint.pth"
 
     def build(self) -> None:
         torch.manual_seed(self.script.rank)
@@ -188,21 +191,16 @@ class Detr(Training):
         self.kept["lr_scheduler"].step()
 
     def save(self, folder: Path) -> None:
-        for name in ("checkpoint.pth", "checkpoint0000.pth"):
-            saved = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            saved["lr_scheduler"] = self.kept["lr_scheduler"].state_dict()
+        for name in (self.file, "checkpoint0000.pth"):
+            saved = self.saved()  # on all ranks
             if self.script.rank == 0:
                 torch.save(saved, folder / name)
-
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / "checkpoint.pth", map_location="cpu")
-        self.model.module.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.kept["lr_scheduler"].load_state_dict(saved["lr_scheduler"])
 
 
 class Timm(Training):
     """Rank 0's saver has an average of the weights too, and links the best file."""
+
+    file = "model_best.pth.tar"
 
     def build(self) -> None:
         super().build()
@@ -214,19 +212,15 @@ class Timm(Training):
             for theirs, ours in zip(self.kept["average"].parameters(), self.model.module.parameters(), strict=True):
                 theirs.lerp_(ours.detach(), 0.2)
 
+    def named(self) -> dict[str, Any]:
+        average = self.kept["average"]
+        return {"state_dict": self.model.module, "optimizer": self.optimizer, "state_dict_ema": average}
+
     def save(self, folder: Path) -> None:
         if self.script.rank == 0:
-            saved = {"state_dict": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            saved["state_dict_ema"] = self.kept["average"].state_dict()
-            torch.save(saved, folder / "tmp.pth.tar")
+            torch.save(self.saved(), folder / "tmp.pth.tar")
             (folder / "tmp.pth.tar").replace(folder / "last.pth.tar")
-            (folder / "model_best.pth.tar").hardlink_to(folder / "last.pth.tar")
-
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / "model_best.pth.tar", map_location="cpu")
-        self.model.module.load_state_dict(saved["state_dict"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.kept["average"].load_state_dict(saved["state_dict_ema"])
+            (folder / self.file).hardlink_to(folder / "last.pth.tar")
 
 
 SCRIPTS: dict[str, Callable[[Script], Training]] = {
