@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.client import Client
-from clients.launch import RANKS, Failed, Result, run
+from clients.launch import Failed, Result, run
 from clients.report import differences
 
 DDP = 0  # in place of a stage: the script as it is
@@ -45,14 +45,15 @@ def resumed(client: Client, scripts: Path, stages: Sequence[int], folder: Path) 
     print(f"{client.name}: as it is", flush=True)
     of.save(DDP)
     bases = {num_ranks: of.go_on(DDP, DDP, num_ranks) for num_ranks in of.num_ranks}
+    num_ranks, base = next(iter(bases.items()))
     row: dict[str, Any] = {
         "name": client.name,
         "repository": client.repository,
         "commit": client.commit,
-        "steps": bases[RANKS].num_steps,
+        "steps": base.num_steps,
         "allowed": client.most,
         "stages": {},
-        "faults": {"forgets": _far(bases[RANKS], of, DDP, DDP, RANKS, "forgets")},
+        "faults": {"forgets": _far(base, of, DDP, DDP, num_ranks, "forgets")},
     }
     for stage in stages:
         print(f"{client.name}: stage {stage}", flush=True)
@@ -65,9 +66,10 @@ def _of_stage(of: Resumption, stage: int, bases: dict[int, Result]) -> dict[str,
         of.save(stage)
     except Failed as failed:
         return {"saves": {"failed": str(failed)}}
-    found = {f"on {num_ranks}": _far(base, of, stage, stage, num_ranks) for num_ranks, base in bases.items()}
-    found["from its file"] = _far(bases[RANKS], of, DDP, stage, RANKS)
-    found["by itself"] = _far(bases[RANKS], of, stage, DDP, RANKS)
+    num_ranks, base = next(iter(bases.items()))
+    found = {f"on {number}": _far(each, of, stage, stage, number) for number, each in bases.items()}
+    found["from its file"] = _far(base, of, DDP, stage, num_ranks)
+    found["by itself"] = _far(base, of, stage, DDP, num_ranks)
     return found
 
 
