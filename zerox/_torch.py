@@ -118,6 +118,8 @@ def is_updated_inside(param: Tensor) -> bool:
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator changes. Without its schema: all, and operators that only read raise too."""
+    if getattr(operator, "namespace", "") == "c10d":  # schemas of collectives don't say
+        return [] if "send" in str(operator) else list(args[:1])
     try:
         known = operator._schema.arguments
         written = [each.alias_info is not None and each.alias_info.is_write for each in known]
@@ -126,6 +128,14 @@ def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     places = dict(zip((each.name for each in known), written, strict=True))
     found = [arg for arg, is_written in zip(args, written, strict=False) if is_written]
     return [*found, *(value for name, value in kwargs.items() if places.get(name, True))]
+
+
+def returns_views(operator: Any) -> bool:
+    """Whether what an operator returns may lie in its arguments. Without its schema: yes."""
+    try:
+        return any(each.alias_info is not None for each in operator._schema.returns)
+    except AttributeError:
+        return True
 
 
 def overloads(*names: str) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ std::optional<StateSource::Directory> PeerStates::find(int rank, int64_t version
   if (found->stamp.is_broken()) {
     throw std::runtime_error(
         "an error, as of a load_state_dict(), has left its optimizer state as it was, or half changed: load a state "
-        "on all ranks");
+        "on all ranks. Or optimizer.state was written there: call optimizer.synchronize() on all ranks");
   }
   const std::lock_guard lock(mutex_);
   directories_[rank] = *found;

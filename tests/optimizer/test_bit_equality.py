@@ -133,7 +133,8 @@ def step_with_threads(rank: int, world_size: int, kind: str, num_threads: int) -
             optimizer.zero_grad()
     finally:
         torch.set_num_threads(before)
-    state = {(str(i), 0): dict(optimizer.state[p]) for i, p in enumerate(params) if p in optimizer.state}
+    kept = {param: state for bucket in optimizer.inside.buckets for param, state in bucket.state_of_own()}
+    state = {(str(i), 0): dict(kept[p]) for i, p in enumerate(params) if p in kept}
     return [p.detach() for p in params], state, norms
 
 

@@ -245,5 +245,5 @@ def test_a_table_s_codes_are_marked_too() -> None:
 def test_a_file_of_codes_is_not_converted_and_says_why(tmp_path: Path) -> None:
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
-    with pytest.raises(CheckpointError, match=r"exp_avg of 'conv.weight' is of 8 bits.*full_state_dict\(\)"):
+    with pytest.raises(CheckpointError, match=r"exp_avg of 'first.weight' is of 8 bits.*full_state_dict\(\)"):
         convert_file(tmp_path / "all.pt", tmp_path / "checkpoint", False, False, ("model", "optimizer"))

@@ -297,24 +297,28 @@ class Bucket:
             self.state[MASTER.key].values.copy_(self.param_shard)
 
     def state_of_own(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Each parameter that has elements here, with views of its state.
+        """Each parameter that has elements here, with views of its state."""
+        for row, segment in enumerate(self.own_segments):
+            yield self.members[segment.slot].param, self.views_of(row)
+
+    def views_of(self, row: int) -> dict[str, Tensor]:
+        """A parameter's state.
 
         A view has the parameter's shape if this rank owns all of it, else it is the 1-D range of its elements in memory
         order that this rank owns. Keys as in the rule's torch.optim class, and "remainder" or "master" if one is kept.
         8-bit values are uint8 codes; their scales are beside them under "..._scale": float32, one for each block of 256
         elements in memory order (zerox/plan/form.py).
         """
-        for row, segment in enumerate(self.own_segments):
-            param = self.members[segment.slot].param
-            state = {key: numbers[row] for key, numbers in self.numbers.items()}
-            for key, stored in self.state.items():
-                own = stored.part(slice(segment.span.start, segment.span.stop))
-                state |= own.tensors()
-                local = self.buffer.params[segment.slot]
-                if own.values.numel() == local.numel():
-                    start = own.values.storage_offset()
-                    state[key] = own.values.as_strided(local.shape, dense_strides(local), start)
-            yield param, state
+        segment = self.own_segments[row]
+        state = {key: numbers[row] for key, numbers in self.numbers.items()}
+        for key, stored in self.state.items():
+            own = stored.part(slice(segment.span.start, segment.span.stop))
+            state |= own.tensors()
+            local = self.buffer.params[segment.slot]
+            if own.values.numel() == local.numel():
+                start = own.values.storage_offset()
+                state[key] = own.values.as_strided(local.shape, dense_strides(local), start)
+        return state
 
 
 def start_states(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], capturing: bool = False) -> bool:

@@ -77,6 +77,15 @@ class Stored:
         return {self.spec.key: self.values, **scales}
 
     @property
+    def wide(self) -> torch.dtype:
+        """That of the numbers themselves."""
+        return torch.float64 if self.values.dtype == torch.float64 else torch.float32
+
+    @property
+    def is_wide(self) -> bool:
+        return self.values.dtype == self.wide
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 

@@ -2,7 +2,7 @@
 
 optimizer_state: state_dict(), load_state_dict(), full_state_dict(); failed_load: a load that raised on some ranks
   only
-shown_state: what optimizer.state shows; written_state: takes in what users write there
+shown_state: what optimizer.state shows; live_tensor: a whole tensor there; written_state: takes in what users write
 state_dict: a rank's share; full_state: whole tensors; one_state: one parameter's
 sliced_state: a bucket's state as segments of whole tensors; fill: fills a parameter's part of it from any form
 state_changes: what other ranks may read, and when; pulled_state: what they have, read where it lies; pulled_tensor: a

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, text_for_ranks
 from zerox.state.full_state import full_state, in_full, show_in_group
 from zerox.state.own_state import as_loaded, check_own, places_of, warn_of_dcp, warn_of_others, with_own
-from zerox.state.pulled_state import PulledState
+from zerox.state.pulled_state import NOTHING, PulledState
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
@@ -43,7 +44,7 @@ from zerox.state.state_dict import (
     say_rounded,
     state_uncast,
 )
-from zerox.state.written_state import agree_on_written, take_written
+from zerox.state.written_state import Written, agree_on_written, find_written
 
 # Where nobody reads state: to look for what was written takes time.
 OF_GRADIENTS = (SyncPoint.CLIP, SyncPoint.CLIP_TOGETHER, SyncPoint.CLIP_VALUE, SyncPoint.MEAN_OVER, SyncPoint.UNSCALE)
@@ -117,8 +118,11 @@ class OptimizerState:
 
     def _shared(self, _: object, packed: dict[str, Any]) -> dict[str, Any]:
         """A state_dict() that says which part of which tensor this rank has."""
-        if why := self._take_written():
-            raise RuntimeError(f"zerox: {why}")
+        written = self._find_written()
+        if written.why_not:
+            raise RuntimeError(f"zerox: {written.why_not}")
+        with self.pulls.alone() if written.has_changed else NOTHING:
+            self._take(written)
         places = places_of(self.groups.param_groups, self.core.calls.own.params)
         packed = pack_with(self._state_to_show(), self.core.buckets, packed, places)
         state = packed["state"]
@@ -211,14 +215,19 @@ class OptimizerState:
 
     def _look_at_written(self, visit: Visit) -> None:
         if not visit.refusal and visit.sync_point not in OF_GRADIENTS:
-            visit.refusal = self._take_written()
+            written = self._find_written()
+            visit.refusal = written.why_not
+            if not written.parts and not written.why_not:
+                self._take(written)  # what users keep there, and nobody else minds
         visit.has_news = visit.has_news or bool(self.shows.written)
 
     def _agree_on_written(self, _: Visit) -> None:
         """RuntimeError on all ranks unless those that have a parameter's state wrote it together. Collective."""
-        agree_on_written(self.shows, self.core.buckets, self.core.tables, self.core.grads.subgroups)
-        with self.pulls.of_all:
-            pass  # what was read before is older than what some ranks have written
+        core, written = self.core, self._find_written()
+        agree_on_written(self.shows, written.why_not, core.buckets, core.tables, core.grads.subgroups)
+        # Until here other ranks may read what this one has: a loop over the state reads and writes.
+        with self.pulls.load:  # as there, nobody minds any more what a rank took in before, alone
+            self._take(written)
 
     # ---- inside
 
@@ -276,31 +285,33 @@ class OptimizerState:
             self.core.rules.of(group).late(group)
 
     def _pack_groups(self) -> Any:
-        """Param groups as in state_dict()."""
-        kept, self.consolidated = self.consolidated, None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "zerox: the whole state of rank")  # the caller has said it
-            groups = self.groups.optimizer.state_dict()["param_groups"]
+        """Param groups as in state_dict(), which shows no state then."""
+        kept, self.consolidated = self.consolidated, Consolidated({}, [bucket.steps for bucket in self.core.buckets])
+        groups = self.groups.optimizer.state_dict()["param_groups"]
         self.consolidated = kept
         return groups
 
     def _publish_state(self) -> None:
-        """Puts views of this rank's state where torch keeps it."""
+        """Puts state where torch keeps it."""
         self.consolidated = None
-        self.shows.show(self.groups.state, self.core.buckets, self.core.tables, self.core.ranks)
+        live = partial(_live, weakref.ref(self.pulls)) if self.pulls.can_be_complete else None
+        self.shows.show(self.groups.state, self.core.buckets, self.core.tables, self.core.ranks, live)
         self.groups.state = self.shows.state
 
-    def _take_written(self) -> str:
-        """What users wrote into ``state`` becomes this rank's. Returns why it can't be; else empty."""
+    def _find_written(self) -> Written:
+        """What users wrote into ``state``."""
         core, state = self.core, self.groups.state
         if self.shows.is_as_shown(state):
-            return ""
-        with self.pulls.of_this_rank:
-            why = take_written(self.shows, state, core.buckets, core.tables, self.groups.param_groups)
-        if not why:
-            self.note_changes()
-            self._publish_state()
-        return why
+            return Written()
+        return find_written(self.shows, state, core.buckets, core.tables, self.groups.param_groups)
+
+    def _take(self, written: Written) -> None:
+        """It becomes this rank's."""
+        if self.shows.is_as_shown(self.groups.state):
+            return
+        written.take()
+        self.note_changes()
+        self._publish_state()
 
     def _keep_waiting(self, loaded: Mapping[Any, Any]) -> None:
         """State of parameters that are not trained yet stands in ``state``, as in torch, until they are."""
@@ -318,6 +329,11 @@ class OptimizerState:
                 f"zerox: state was loaded for parameters that are frozen, as {frozen[0]}: until they are trained "
                 "zerox.save() does not have it, and full_state_dict() only if it was loaded whole",
             )
+
+
+def _live(to_pulls: weakref.ref[PulledState], index: int, slot: int, row: int) -> dict[str, Any]:
+    pulls = to_pulls()
+    return {} if pulls is None else pulls.live(index, slot, row)
 
 
 def _kept(value: Any) -> Any:

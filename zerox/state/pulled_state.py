@@ -28,8 +28,9 @@ from zerox.plan.layout import Segment
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import CPU
-from zerox.rules.rule import MASK, MASTER, REMAINDER, STEP, NumberSpec
+from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER, STEP, NumberSpec
 from zerox.state.full_state import show_in_group
+from zerox.state.live_tensor import Live, LiveTensor
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.shown_state import ShownState
 from zerox.state.state_changes import ABSENT, PARAMS, Changing, Params, Places, Window, sharded
@@ -38,9 +39,9 @@ PATIENCE_S = 10.0
 T = TypeVar("T")
 NOTHING: AbstractContextManager[None] = nullcontext()
 CHANGED = (
-    "zerox: this is the state before a later step() or load_state_dict() (or, with masters of 16-bit parameters that "
-    "are sharded, before these were written), and what rank {} had of it is gone: save a state_dict() before that, or "
-    "take the whole of it with full_state_dict() on all ranks"
+    "zerox: this is the state before a later step(), load_state_dict() or write to optimizer.state (or, with masters "
+    "of 16-bit parameters that are sharded, before these were written), and what rank {} had of it is gone: save a "
+    "state_dict() before that, or take the whole of it with full_state_dict() on all ranks"
 )
 GONE = "zerox: the optimizer of this state is gone, and with it what other ranks had of it"
 MOVED = (
@@ -67,6 +68,9 @@ class Owner(NamedTuple):
     segment: Segment
 
 
+NO_ROW = -1, Segment(-1, Span(0, 0), 0)  # of a parameter that has no elements on this rank
+
+
 class PulledState:
     """Of all ranks of an optimizer. Phases: "pulls"."""
 
@@ -75,10 +79,9 @@ class PulledState:
         self.shows = shows
         self.window = window
         self.params, self.places = Params(), Places(core)
-        self.of_all = self.of_this_rank = self.of_step = self.load = NOTHING
+        self.of_all = self.of_step = self.load = NOTHING
         if window is not None:
             self.of_all = Changing(window.own, self.places, self.params, C.StateChange.OF_ALL)
-            self.of_this_rank = Changing(window.own, self.places, self.params, C.StateChange.OF_THIS_RANK)
             self.of_step = Changing(window.own, self.places, self.params, C.StateChange.STEP)
             self.load = Changing(window.own, self.places, self.params, C.StateChange.LOAD)
         self.is_in_graph = False  # step(), which a CUDA graph replays
@@ -111,6 +114,18 @@ class PulledState:
             what = C.StateChange.OF_THIS_RANK if is_counted else C.StateChange.LOAD
             self.window.own.end_change(what, is_whole=False, tensors=None)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around what this rank changes alone: nobody reads its state before all ranks agree, or load one."""
+        if self.window is None:
+            yield
+            return
+        self.window.own.begin_change()
+        try:
+            yield
+        finally:
+            self.window.own.end_change(C.StateChange.OF_THIS_RANK, is_whole=False, tensors=self.places.look())
+
     @property
     def version(self) -> int:
         return 0 if self.window is None else self.window.own.version
@@ -121,9 +136,14 @@ class PulledState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all state of parameters that ranks share can be pulled."""
+        """Whether all state of parameters that ranks share can be pulled now."""
+        return self.can_be_complete and not self.is_in_graph
+
+    @property
+    def can_be_complete(self) -> bool:
+        """The same, but for CUDA graphs that replay step()."""
         core = self.core
-        if self.window is None or self.is_in_graph or core.tables:
+        if self.window is None or core.tables:
             return False
         is_cut = any(cuts_of(member.param) for bucket in core.buckets for member in bucket.members)
         return not (is_cut or core.grads.subgroups.are_many)
@@ -133,17 +153,37 @@ class PulledState:
         for index, bucket in enumerate(self.core.buckets):
             rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
             for slot, member in enumerate(bucket.members):
-                row, own = rows.get(slot, (-1, Segment(-1, Span(0, 0), 0)))
+                row, own = rows.get(slot, NO_ROW)
                 shown: dict[str, Any] = {}
                 for spec in (bucket.rule.step, *bucket.rule.numbers):
                     shown[spec.key] = self._shown_number(index, slot, row, spec)
                 for stored in bucket.state.values():
-                    key = MASTER.key if stored.spec == REMAINDER else stored.spec.key
                     if (row, stored.spec.key) not in bucket.absent:
-                        shown[key] = self._shown_tensor(index, slot, row, own, stored)
+                        shown[_key_of(stored)] = self._shown_tensor(index, slot, row, own, stored)
                 if bucket.mask is not None and slot in bucket.mask.slots:
                     shown[MASK.key] = self._shown_mask(index, slot, own, bucket.mask)
                 yield member, shown
+
+    def live(self, index: int, slot: int, row: int) -> dict[str, Any]:
+        """The same for ``optimizer.state``, of one parameter of a bucket, as it is whenever somebody looks. Without
+        masks, which nobody writes there. ``row``: this rank's, or -1."""
+        bucket, live, place = self.core.buckets[index], dict[str, Any](), (index, slot)
+        own = bucket.own_segments[row] if row >= 0 else NO_ROW[1]
+        note = self.shows.state.in_place.append
+        for spec in (bucket.rule.step, *bucket.rule.numbers):
+            number, dtype = bucket.numbers[spec.key][max(row, 0) : row + 1], getattr(torch, spec.dtype)
+            pull = self._later_now(PulledState._number, index, slot, spec.key)
+            shown = Live(place, partial(number.to, dtype), pull, note)
+            live[spec.key] = LiveTensor((), (), Span(0, number.numel()), shown, dtype, number.device)
+        shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
+        span = Span(own.param_start, own.param_start + own.span.numel)
+        for key, stored in bucket.state.items():
+            part = stored.part(slice(own.span.start, own.span.stop))
+            wide = partial(_same, part.values) if part.is_wide else partial(_stored, weakref.ref(bucket), row, part)
+            pull = self._later_now(PulledState._tensor, index, slot, key)
+            shown = Live(place, wide, pull, None if stored.spec in MASTERS else note)
+            live[_key_of(stored)] = LiveTensor(shape, strides, span, shown, part.wide, part.values.device)
+        return live
 
     def begun(self) -> dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]]:
         """Of classes of torch's kind what is pickled of each parameter's state, by its number: see BegunState."""
@@ -165,9 +205,9 @@ class PulledState:
         part = stored.part(slice(own.span.start, own.span.stop))
         shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
         params = bucket.param_of(row) if stored.spec == REMAINDER and row >= 0 else None
-        values = part.values if _is_wide(part) else partial(_widen, part, params)
+        values = part.values if part.is_wide else partial(_widen, part, params)
         pull = self._later(PulledState._tensor, index, slot, stored.spec.key)
-        shown = PulledTensor(shape, strides, span, values, pull, _wide(part), part.values.device)
+        shown = PulledTensor(shape, strides, span, values, pull, part.wide, part.values.device)
         if part.spec == REMAINDER:
             shown.int16 = part.values
         return shown
@@ -181,7 +221,12 @@ class PulledState:
         return PulledTensor(shape, strides, span, kept, pull, torch.bool, mask.bits.device)
 
     def _later(self, method: Callable[..., T], *what: Any) -> Callable[[], T]:
+        """A read of the state that there is now, by whoever asks for it later."""
         return partial(_pull, weakref.ref(self), self.version, method, *what)
+
+    def _later_now(self, method: Callable[..., T], *what: Any) -> Callable[[], Callable[[], T]]:
+        """Makes a read of the state that there is then."""
+        return partial(_bound, weakref.ref(self), method, *what)
 
     # ---- pulls
 
@@ -226,9 +271,9 @@ class PulledState:
         bucket = self.core.buckets[index]
         stored = bucket.state[key]
         shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
-        whole = in_large_pages(torch.empty_strided(shape, strides, dtype=_wide(stored), device=CPU))
+        whole = in_large_pages(torch.empty_strided(shape, strides, dtype=stored.wide, device=CPU))
         flat = whole.as_strided((whole.numel(),), (1,))
-        is_wide = _is_wide(stored)
+        is_wide = stored.is_wide
         is_remainder = stored.spec == REMAINDER
         number = self._await_params(version) if is_remainder else 0
         params = self._own_params(index, slot) if is_remainder and sharded(self.core.gather) is None else None
@@ -342,13 +387,36 @@ def _pull(to_state: weakref.ref[PulledState], version: int, method: Callable[...
         raise RuntimeError(
             f"zerox: this rank's load_state_dict() raised, so it has another state than the others: {failed}"
         )
-    if state.shows.written:
+    if any(state.shows.written.values()):
         raise RuntimeError(WRITTEN)
     if state.is_in_graph:
         raise RuntimeError(IN_GRAPH)
     state.window.own.follow_change()  # what reads this rank's own parameters
     with C.Doing("a read of optimizer state"), C.StatePull(state.window.peers), torch.no_grad():
         return method(state, version, *what)
+
+
+def _key_of(stored: Stored) -> str:
+    """As full_state_dict() has it."""
+    return MASTER.key if stored.spec == REMAINDER else stored.spec.key
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _stored(to_bucket: weakref.ref[Bucket], row: int, part: Stored) -> Tensor:
+    bucket = to_bucket()
+    if bucket is None:
+        raise RuntimeError(GONE)
+    return _widen(part, bucket.param_of(row) if part.spec == REMAINDER and row >= 0 else None)
+
+
+def _bound(to_state: weakref.ref[PulledState], method: Callable[..., T], *what: Any) -> Callable[[], T]:
+    state = to_state()
+    if state is None:
+        raise RuntimeError(GONE)
+    return state._later(method, *what)
 
 
 def _empty_as(values: Tensor, numel: int) -> Tensor:
@@ -359,12 +427,4 @@ def _widen(part: Stored, params: Tensor | None) -> Tensor:
     """Float32 or float64; a remainder with the parameter's values."""
     if part.spec == REMAINDER:
         return master_of(part.values.new_empty(0, dtype=torch.bfloat16) if params is None else params, part.values)
-    return decode(part).to(_wide(part))
-
-
-def _is_wide(stored: Stored) -> bool:
-    return stored.values.dtype == _wide(stored)
-
-
-def _wide(stored: Stored) -> torch.dtype:
-    return torch.float64 if stored.values.dtype == torch.float64 else torch.float32
+    return decode(part).to(part.wide)

@@ -74,7 +74,7 @@ class PulledTensor(SlicedTensor):
         return Span(self.start, self.start + self.own_numel)
 
     def fill_with(self, values: Tensor) -> PulledTensor:
-        made = PulledTensor(*self.part, self.span, values, self.pull, values.dtype, values.device)
+        made = PulledTensor(*self.part, self.span, values, self._puller(), values.dtype, values.device)
         made.is_filled = self.is_filled
         return made
 
@@ -103,7 +103,10 @@ class PulledTensor(SlicedTensor):
     def _on_host(self) -> Tensor:
         if self.is_filled:
             raise RuntimeError(FILLED)
-        return self.pull().to(self.dtype)
+        return self._puller()().to(self.dtype)
+
+    def _puller(self) -> Callable[[], Tensor]:
+        return self.pull
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -126,6 +129,9 @@ class PulledTensor(SlicedTensor):
 
     def tolist(self) -> Any:
         return self.pulled().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.pulled(), spec)
 
     def __setitem__(self, *_: Any) -> None:
         raise RuntimeError(WRITTEN.format("an assignment"))
@@ -160,8 +166,8 @@ class PulledTensor(SlicedTensor):
 
 
 WRITTEN = (
-    "zerox: {} writes a tensor of state_dict(), of which other ranks have a part: write optimizer.state, or call "
-    "optimizer.set_full_state_()"
+    "zerox: {} writes a tensor of state_dict(), or a copy of one of optimizer.state, of which other ranks have a part: "
+    "write optimizer.state, or call optimizer.set_full_state_()"
 )
 
 

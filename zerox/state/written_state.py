@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,12 @@ from zerox.memory.stored import SCALE, Stored, form_of
 from zerox.plan.span import Span
 from zerox.ranks.subgroups import Subgroups
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
+from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row, start_anew
+from zerox.state.live_tensor import LiveTensor
+from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.row_state import ROWS_OF, fill_kept
-from zerox.state.shown_state import ShownState, Write
+from zerox.state.shown_state import ShownState, Write, is_written
 from zerox.state.state_dict import parts_given, say_rounded
 
 OF_MASTERS = tuple(spec.key for spec in MASTERS)
@@ -24,44 +28,63 @@ Groups = Sequence[Mapping[str, Any]]
 Place = tuple[int, int, int]  # which subgroup has a parameter, and its number
 
 
-def take_written(
+@dataclass(frozen=True)
+class Written:
+    """What was written, as this rank keeps it, and not taken in yet. ``has_changed``: whether it is more than copies of
+    what was there. ``why_not``: why it can't be taken in; else empty."""
+
+    parts: Sequence[tuple[Write, dict[str, Any] | None]] = ()
+    has_changed: bool = False
+    why_not: str = ""
+
+    def take(self) -> None:
+        """On this rank alone."""
+        rounded: dict[str, None] = {}
+        for write, own in self.parts:
+            if own is None:
+                _start_anew(write.place)
+            elif isinstance(write.place, RowTable):
+                rounded |= dict.fromkeys(_fill_table(write.place, own))
+            elif write.place is not None:
+                rounded |= dict.fromkeys(_fill_bucket(*write.place, own, write.missing))
+        say_rounded(rounded)
+
+
+def find_written(
     shown: ShownState, found: Mapping[Any, Any], buckets: Sequence[Bucket], tables: Sequence[RowTable], groups: Groups
-) -> str:
-    """On this rank alone. Notes what other ranks have to hear of. Returns why it can't be taken in, with nothing
-    changed; else empty."""
-    writes = shown.writes(found, buckets, tables)
+) -> Written:
+    """On this rank. Notes what other ranks have to hear of."""
+    noted, shown.written = shown.written, {}  # what is read here is what there was when it was put there
     try:
-        parts = [_parts(write, groups) for write in writes]
-    except ValueError as error:
-        return f"optimizer.state was written: {error}"
-    rounded: dict[str, None] = {}
-    for write, own in zip(writes, parts, strict=True):
-        number = write.member.number
-        has_changed = own is None or bool(own) or bool(write.missing) or _is_new_elsewhere(write)
-        shown.written[number] = shown.written.get(number, False) or has_changed
-        if own is None:
-            _start_anew(write.place)
-        elif isinstance(write.place, RowTable):
-            rounded |= dict.fromkeys(_fill_table(write.place, own))
-        elif write.place is not None:
-            rounded |= dict.fromkeys(_fill_bucket(*write.place, own, write.missing))
-    say_rounded(rounded)
-    return ""
+        kept = _storages(buckets, tables)
+        parts = [(write, _apart(_parts(write, groups), kept)) for write in shown.writes(found, buckets, tables)]
+    except (ValueError, RuntimeError) as error:  # a copy of state that is no more
+        return Written(why_not=f"optimizer.state was written: {error}")
+    finally:
+        shown.written = noted
+    changed = {
+        write.member.number: own is None or bool(own) or bool(write.missing) or _is_new_elsewhere(write)
+        for write, own in parts
+    }
+    shown.written |= {number: shown.written.get(number, False) or new for number, new in changed.items()}
+    return Written(parts, any(changed.values()))
 
 
 def agree_on_written(
-    shown: ShownState, buckets: Sequence[Bucket], tables: Sequence[RowTable], subgroups: Subgroups
+    shown: ShownState, why_not: str, buckets: Sequence[Bucket], tables: Sequence[RowTable], subgroups: Subgroups
 ) -> None:
-    """RuntimeError on all ranks if one wrote a parameter's state and another, that has a part of it, did not.
-    Collective. It raises again until they have, or state is loaded."""
+    """RuntimeError on all ranks if one wrote a parameter's state and another, that has a part of it, did not, or if
+    one can't take it in: ``why_not``. Collective. It raises again until they have, or state is loaded."""
     owned = {_place(subgroups, table.member): table.member.quoted for table in tables}
     of_all = {(*_place(subgroups, member),): member.quoted for bucket in buckets for member in bucket.members} | owned
     for bucket in buckets:
         owned |= {_place(subgroups, bucket.members[s.slot]): "" for s in bucket.own_segments}
     written = [[place, shown.written[place[-1]], of_all[place]] for place in of_all if place[-1] in shown.written]
-    said = [json.loads(each) for each in subgroups.ranks.all_gather_text(json.dumps([written, list(owned)]))]
-    by_rank = [({tuple(place) for place, _, _ in wrote}, set(map(tuple, owns))) for wrote, owns in said]
-    for rank, (wrote, _) in enumerate(said):
+    said = [json.loads(each) for each in subgroups.ranks.all_gather_text(json.dumps([written, list(owned), why_not]))]
+    by_rank = [({tuple(place) for place, _, _ in wrote}, set(map(tuple, owns))) for wrote, owns, _ in said]
+    for rank, (wrote, _, refusal) in enumerate(said):
+        if refusal:
+            raise RuntimeError(f"zerox: rank {rank}: {refusal}")
         for place, has_changed, name in wrote:
             for other, (others, owns) in enumerate(by_rank):
                 if has_changed and tuple(place) in owns - others:
@@ -78,6 +101,25 @@ def agree_on_written(
 def _place(subgroups: Subgroups, member: Member) -> Place:
     subgroup = subgroups.of_group[member.group]
     return subgroup.exchange, subgroup.number, member.number
+
+
+def _storages(buckets: Sequence[Bucket], tables: Sequence[RowTable]) -> set[int]:
+    """Where state lies."""
+    numbers = [tensor for bucket in buckets for tensor in bucket.numbers.values()]
+    stored = [each for bucket in buckets for each in bucket.state.values()]
+    stored += [each for table in tables for each in table.state.values()]
+    tensors = numbers + [tensor for each in stored for tensor in each.tensors().values()]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _apart(parts: dict[str, Any] | None, kept: set[int]) -> dict[str, Any] | None:
+    """Copies of what lies in the state itself, as where two moments are exchanged: one is filled after the other."""
+    if parts is None:
+        return None
+    is_kept = {
+        key: isinstance(part, Tensor) and part.untyped_storage().data_ptr() in kept for key, part in parts.items()
+    }
+    return {key: part.clone() if is_kept[key] else part for key, part in parts.items()}
 
 
 def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
@@ -105,10 +147,11 @@ def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
             f"{known} was given a {masters[0]!r}, and the parameter's own value belongs to it: call "
             "optimizer.set_full_state_(p, master=...) on all ranks"
         )
-    _check_numbers(known, {key: value for key, value in new.items() if write.shown[key].dim() == 0})
     if not new:
         return {}
-    everything = {**write.shown, **write.values}
+    new = {key: _of_another(value, write.shown[key]) for key, value in new.items()}
+    everything = {**write.shown, **write.values, **new}
+    _check_numbers(known, {key: value for key, value in new.items() if write.shown[key].dim() == 0})
     keys = dict.fromkeys(key.removesuffix(SCALE) if key.removesuffix(SCALE) in write.shown else key for key in new)
     given = {key: everything[key] for key in keys}
     given |= {
@@ -129,7 +172,7 @@ def _parts_of_bucket(
     own = {
         key: value.detach()
         for key, value in given.items()
-        if is_part and shown[key].dim() and isinstance(value, Tensor) and value.shape == shown[key].shape
+        if is_part and _is_view(shown[key]) and isinstance(value, Tensor) and value.shape == shown[key].shape
     }
     whole = {key: value for key, value in given.items() if key not in own}
     span = Span(segment.param_start, segment.param_start + segment.span.numel)
@@ -146,6 +189,18 @@ def _parts_of_bucket(
     return found
 
 
+def _of_another(value: Any, shown: Tensor) -> Any:
+    """Whole, if it is another parameter's, of which this rank has other elements."""
+    if not isinstance(shown, SlicedTensor) or not isinstance(value, PulledTensor):
+        return value
+    return value if (value.part, value.span) == (shown.part, shown.span) else value.pulled()
+
+
+def _is_view(shown: Tensor) -> bool:
+    """Of this rank's elements, and no whole tensor."""
+    return shown.dim() > 0 and not isinstance(shown, SlicedTensor)
+
+
 def _rows(known: str, table: RowTable, value: Any, shown: Tensor) -> Any:
     if shown.dim() == 0 or value.shape == shown.shape:
         return value
@@ -159,19 +214,28 @@ def _check_numbers(known: str, given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if not isinstance(value, bool | int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
             raise ValueError(f"{known} was given {key}={value!r}, which must be one number")
-        if key == STEP.key and not (float(value) >= 0 and float(value).is_integer()):
-            raise ValueError(f"{known} was given the step {float(value)}: it must be a whole number, 0 or more")
+        number = value.own if isinstance(value, SlicedTensor) else value
+        if key == STEP.key and not (float(number) >= 0 and float(number).is_integer()):
+            raise ValueError(f"{known} was given the step {float(number)}: it must be a whole number, 0 or more")
 
 
 def _is_new_elsewhere(write: Write) -> bool:
     """Of state that lies on other ranks only: whether what was written is no copy of its stand-in."""
     if write.place is not None or write.values is None:
         return False
-    return any(key not in write.shown or not _is_same(value, write.shown[key]) for key, value in write.values.items())
+    return any(
+        key not in write.shown or is_written(value) or not _is_same(value, write.shown[key])
+        for key, value in write.values.items()
+    )
 
 
 def _is_same(value: Any, shown: Tensor) -> bool:
     """Whether it is a copy of what was there, as frameworks make that move state to a device."""
+    if isinstance(shown, SlicedTensor):
+        now = shown.live.stored() if isinstance(shown, LiveTensor) else shown.own
+        if isinstance(value, Tensor) and (not isinstance(value, SlicedTensor) or value.span != shown.span):
+            return False  # a whole one, of which nobody else may know
+        value, shown = value.own if isinstance(value, SlicedTensor) else value, now
     if not isinstance(value, Tensor):
         return shown.numel() == 1 and bool(shown == value)
     if value.shape != shown.shape or value.dtype != shown.dtype:
