@@ -114,6 +114,7 @@ USES = [
     Use(DTensor, "_local_tensor", "local_tensor_of", lambda: _torch.local_tensor_of(CUT)),
     Use(DTensor, "_spec", "spec_of", lambda: _torch.spec_of(CUT)),
     Use(MUL, "_schema", "written_by", lambda: _torch.written_by(MUL, [1], {"other": 2}), without=[1, 2]),
+    Use(MUL, "_schema", "returns_views", lambda: _torch.returns_views(MUL), without=True),
     Use(MODULE, "_parameters", "own_params_of", lambda: _torch.own_params_of(MODULE)),
     Use(MODULE, "_modules", "children_of", lambda: _torch.children_of(MODULE)),
     Use(

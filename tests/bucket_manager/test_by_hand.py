@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerox
+from tests.own_state import own_state
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -34,7 +35,7 @@ class Case:
         """The distinct values of this rank's first moments after one step: a tenth of the gradient."""
         found = []
         for param in self.params:
-            state = self.optimizer.state.get(param, {})
+            state = own_state(self.optimizer).get(param, {})
             found.append({round(10 * value, 5) for value in state["exp_avg"].unique().tolist()} if state else set())
         return found
 

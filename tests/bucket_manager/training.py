@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bucket_manager.rig import LAYER_CAP, Chain, input_of, same_bits
+from tests.own_state import own_state
 from zerox import FusedShardedAdam
 
 both_stages = pytest.mark.parametrize("stage", [1, 2])
@@ -41,7 +42,7 @@ class Training:
 
     def snapshot(self) -> list[Tensor]:
         """Parameters and all of this rank's state."""
-        state = [t for per_param in self.optimizer.state.values() for t in per_param.values()]
+        state = [t for per_param in own_state(self.optimizer).values() for t in per_param.values()]
         return [t.detach().clone() for t in [*self.model.parameters(), *state]]
 
     def is_as(self, snapshot: list[Tensor]) -> bool:

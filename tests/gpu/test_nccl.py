@@ -86,18 +86,17 @@ def exchange_once(exchange: str, reduce_dtype: torch.dtype | None) -> tuple[list
     for x in xs:
         model(x).square().sum().backward()
     ours.sync()
-    reduced = []
-    reduced = ours.reduced()
+    pairs, reduced = [], ours.reduced()
     for index, bucket in enumerate(ours.buckets):
         for slot, param in enumerate(bucket.plan.params):
             grad = expected[param]
             assert grad is not None
-            reduced.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
+            pairs.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
     before = cpu_copies(model.parameters())
     for index in range(len(ours.buckets)):
         ours.manager.params.start(index)
     ours.manager.params.finish()
-    return reduced, before, cpu_copies(model.parameters())
+    return pairs, before, cpu_copies(model.parameters())
 
 
 def test_one_rank_exchanges_with_itself(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import mean_over_ranks
+from tests.own_state import own_state
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -77,8 +78,8 @@ def run_backward(params: list[nn.Parameter], taken: set[int], seed: int) -> None
         torch.stack(terms).sum().backward()
 
 
-def own_state(optimizer: FusedShardedAdam, param: Tensor) -> list[Tensor]:
-    return [param.detach().clone(), *(t.clone() for t in optimizer.state.get(param, {}).values())]
+def snapshot(optimizer: FusedShardedAdam, param: Tensor) -> list[Tensor]:
+    return [param.detach().clone(), *(t.clone() for t in own_state(optimizer).get(param, {}).values())]
 
 
 def follow(rank: int, world_size: int, stage: int, cap_mb: float, set_to_none: bool) -> list[list[int]]:
@@ -91,7 +92,7 @@ def follow(rank: int, world_size: int, stage: int, cap_mb: float, set_to_none: b
         for index, (mine, other) in enumerate(zip(ours_params, their_params, strict=True)):
             mine.requires_grad_(index not in step.frozen)
             other.requires_grad_(index not in step.frozen)
-        before = [own_state(ours, param) for param in ours_params]
+        before = [snapshot(ours, param) for param in ours_params]
         for micro, present in enumerate(step.present):
             sync = micro == len(step.present) - 1 or step.sync_first
             with nullcontext() if sync else ours.no_sync():
@@ -105,7 +106,7 @@ def follow(rank: int, world_size: int, stage: int, cap_mb: float, set_to_none: b
         for index, (mine, other) in enumerate(zip(ours_params, their_params, strict=True)):
             where = f"step {number}, parameter {index}"
             if other.grad is None:
-                same = [same_bits(a, b) for a, b in zip(own_state(ours, mine), before[index], strict=True)]
+                same = [same_bits(a, b) for a, b in zip(snapshot(ours, mine), before[index], strict=True)]
                 assert all(same), f"{where}: absent everywhere, but something changed"
             torch.testing.assert_close(mine, other, msg=lambda m, w=where: f"{w}: {m}", rtol=1e-5, atol=1e-6)
             if mine in ours.state:

@@ -11,6 +11,7 @@ from torch import nn
 from tests.bucket_manager.rig import same_bits
 from tests.bucket_manager.test_zero_copy import from_bytes
 from tests.optimizer.models import KINDS, make_optimizer, train
+from tests.own_state import own_state
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 from zerox import _C
@@ -133,7 +134,7 @@ def step_with_threads(rank: int, world_size: int, kind: str, num_threads: int) -
             optimizer.zero_grad()
     finally:
         torch.set_num_threads(before)
-    kept = {param: state for bucket in optimizer.inside.buckets for param, state in bucket.state_of_own()}
+    kept = own_state(optimizer)
     state = {(str(i), 0): dict(kept[p]) for i, p in enumerate(params) if p in kept}
     return [p.detach() for p in params], state, norms
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bucket_manager.rig import same_bits
+from tests.own_state import own_state
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -47,7 +48,7 @@ def unfreeze(rank: int, _: int, stage: int) -> list[Tensor]:
         torch.autograd.backward([(p * g).sum() for p, g in zip(params, grads, strict=True) if p.requires_grad])
         optimizer.step()
         optimizer.zero_grad()
-    state = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    state = [tensor for state in own_state(optimizer).values() for tensor in state.values()]
     return [tensor.detach().clone() for tensor in [*params, *state]]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.optimizer.models import backward, batch, make_model, mean_over_ranks
+from tests.own_state import own_state
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, GradScaler
 
@@ -22,7 +23,7 @@ def make_scaler(kind: type[torch.amp.GradScaler] = GradScaler, **options: Any) -
 
 
 def snapshot(optimizer: FusedShardedAdam) -> list[Tensor]:
-    state = [tensor.clone() for each in optimizer.state.values() for tensor in each.values()]
+    state = [tensor.clone() for each in own_state(optimizer).values() for tensor in each.values()]
     params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     return state + params
 

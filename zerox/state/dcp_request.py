@@ -46,6 +46,11 @@ def dcp_request() -> Request | None:
         ) from None
 
 
+def is_asked_by_dcp() -> bool:
+    """Whether DCP has called the caller of this function. To load flat state it asks an optimizer which keys it has."""
+    return bool(sys._getframe(2).f_globals.get("__name__") == _torch.DCP)
+
+
 def _of_dcp(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of its functions, from ``frame`` outwards."""
     while frame is not None:

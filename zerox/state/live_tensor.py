@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from zerox import _torch
 from zerox.plan.span import Span
-from zerox.state.pulled_tensor import PulledTensor
+from zerox.state.pulled_tensor import PulledTensor, holds, with_plain
 
 SETS = _torch.overloads(
     *("zero_.default", "fill_.Scalar", "fill_.Tensor", "copy_.default", "masked_fill_.Scalar", "masked_fill_.Tensor")
@@ -36,6 +37,7 @@ WAITS = (
     "zerox: a tensor of optimizer.state was written in place, and other ranks' parts of it may not be: call "
     "optimizer.synchronize() on all ranks before one of them reads it"
 )
+PLAIN = attrgetter("plain")
 
 
 class Live:
@@ -134,7 +136,7 @@ class LiveTensor(PulledTensor):
             shape, strides = self.part
             return LiveTensor(shape, strides, self.span, self.live, self.dtype, self.device)
         written = _torch.written_by(func, args, kwargs)
-        if not any(map(_has_live, written)):
+        if not holds(LiveTensor, written):
             found = super().__torch_dispatch__(func, types, args, kwargs)
             return _protected(found, args) if _torch.returns_views(func) else found
         is_by_element = func in SETS or torch.Tag.pointwise in func.tags
@@ -191,9 +193,10 @@ class Protected(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if any(map(_has_protected, _torch.written_by(func, args, kwargs))):
+        if holds(Protected, _torch.written_by(func, args, kwargs)):
             raise RuntimeError(IN_PART.format(func))
-        found = func(*_plain(args), **_plain(kwargs))
+        args, kwargs = (with_plain(Protected, each, PLAIN) for each in (args, kwargs))
+        found = func(*args, **kwargs)
         return _protected(found, args) if _torch.returns_views(func) else found
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,28 +224,12 @@ def _wait() -> NoReturn:
     raise RuntimeError(WAITS)
 
 
-def _has_live(value: Any) -> bool:
-    return isinstance(value, LiveTensor) or (isinstance(value, list | tuple) and any(map(_has_live, value)))
-
-
-def _has_protected(value: Any) -> bool:
-    return isinstance(value, Protected) or (isinstance(value, list | tuple) and any(map(_has_protected, value)))
-
-
 def _protected(found: Any, args: Any) -> Any:
     """What an operator returns, but for arguments that it has written."""
     if isinstance(found, list | tuple):
         return type(found)(_protected(each, args) for each in found)
     is_new = type(found) is Tensor and not any(found is each for each in args)
     return Protected(found) if is_new else found
-
-
-def _plain(values: Any) -> Any:
-    if isinstance(values, Protected):
-        return values.plain
-    if isinstance(values, dict):
-        return {key: _plain(value) for key, value in values.items()}
-    return type(values)(map(_plain, values)) if isinstance(values, list | tuple) else values
 
 
 ForkingPickler.register(LiveTensor, LiveTensor._reduced)  # between processes of one machine: this rank's

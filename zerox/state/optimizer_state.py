@@ -28,7 +28,7 @@ from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, text_for_ranks
 from zerox.state.full_state import full_state, in_full, show_in_group
 from zerox.state.own_state import as_loaded, check_own, places_of, warn_of_dcp, warn_of_others, with_own
-from zerox.state.pulled_state import NOTHING, PulledState
+from zerox.state.pulled_state import GONE, NOTHING, PulledState
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
@@ -333,7 +333,9 @@ class OptimizerState:
 
 def _live(to_pulls: weakref.ref[PulledState], index: int, slot: int, row: int) -> dict[str, Any]:
     pulls = to_pulls()
-    return {} if pulls is None else pulls.live(index, slot, row)
+    if pulls is None:
+        raise RuntimeError(GONE)
+    return pulls.live(index, slot, row)
 
 
 def _kept(value: Any) -> Any:

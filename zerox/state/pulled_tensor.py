@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ MAKES = _torch.overloads(  # of which only the shape is read
     *("empty_like.default", "zeros_like.default", "ones_like.default", "full_like.default", "rand_like.default"),
     *("randn_like.default", "new_empty.default", "new_zeros.default", "new_ones.default", "new_full.default"),
 )
+PULLED = methodcaller("pulled")
 
 
 class PulledTensor(SlicedTensor):
@@ -120,9 +122,10 @@ class PulledTensor(SlicedTensor):
         if func in MAKES:
             like = torch.empty_strided(*args[0].part, dtype=args[0].dtype, device=args[0].device)
             return func(like, *args[1:], **kwargs)
-        if any(_has_pulled(each) for each in _torch.written_by(func, args, kwargs)):
+        if holds(PulledTensor, _torch.written_by(func, args, kwargs)):
             raise RuntimeError(WRITTEN.format(func))
-        return func(*_pulled_in(args), **_pulled_in(kwargs))
+        args, kwargs = (with_plain(PulledTensor, each, PULLED) for each in (args, kwargs))
+        return func(*args, **kwargs)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.pulled().numpy(*args, **kwargs)
@@ -192,17 +195,20 @@ CODES = (
 )
 
 
-def _has_pulled(value: Any) -> bool:
-    return isinstance(value, PulledTensor) or (isinstance(value, list | tuple) and any(map(_has_pulled, value)))
+def holds(kind: type, value: Any) -> bool:
+    """Whether an operator's argument is such a tensor, or a list that has one."""
+    return isinstance(value, kind) or (isinstance(value, list | tuple) and any(holds(kind, each) for each in value))
 
 
-def _pulled_in(values: Any) -> Any:
-    """An operator's arguments, with whole tensors: also in lists of them."""
-    if isinstance(values, PulledTensor):
-        return values.pulled()
+def with_plain(kind: type, values: Any, plain: Callable[[Any], Tensor]) -> Any:
+    """An operator's arguments with ``plain`` tensors in place of these, also in lists of them."""
+    if isinstance(values, kind):
+        return plain(values)
     if isinstance(values, dict):
-        return {key: _pulled_in(value) for key, value in values.items()}
-    return type(values)(map(_pulled_in, values)) if isinstance(values, list | tuple) else values
+        return {key: with_plain(kind, value, plain) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(with_plain(kind, value, plain) for value in values)
+    return values
 
 
 ForkingPickler.register(PulledTensor, PulledTensor._reduced)  # between processes of one machine nothing is lost

@@ -16,7 +16,6 @@ numbers, since only owners count: so the same loop runs on all ranks. It is no e
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from zerox import _C as C
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
 from zerox.ranks.group import Ranks
+from zerox.state.dcp_request import is_asked_by_dcp
 from zerox.state.live_tensor import Live, LiveTensor
 from zerox.state.row_state import own_state
 
@@ -46,6 +46,7 @@ class LiveState(defaultdict[Any, Entry]):
         """With arguments: a copy, as functions make that take a dict apart."""
         super().__init__(factory, *given)
         self.makers: dict[Any, Callable[[], Entry]] = {}
+        self.views: dict[Any, Callable[[], Entry]] = {}  # the same, as this rank keeps them
         self.order: Sequence[Any] = ()
         self.counted: frozenset[Any] = frozenset()  # the same
         self.shown: dict[Any, Entry] = {}  # those that were asked for
@@ -54,10 +55,12 @@ class LiveState(defaultdict[Any, Entry]):
         self.in_place: list[Live] = []  # written since
         self.was_cleared = False
 
-    def start(self, makers: dict[Any, Callable[[], Entry]], order: Sequence[Any]) -> None:
+    def start(
+        self, makers: dict[Any, Callable[[], Entry]], views: dict[Any, Callable[[], Entry]], order: Sequence[Any]
+    ) -> None:
         """Empty, and as nobody has seen it."""
         super().clear()
-        self.makers, self.order, self.counted = makers, order, frozenset(order)
+        self.makers, self.views, self.order, self.counted = makers, views, order, frozenset(order)
         self.shown, self.made, self.seen = {}, {}, []
         self.was_cleared = False
         for live in self.in_place:
@@ -94,6 +97,8 @@ class LiveState(defaultdict[Any, Entry]):
     def __missing__(self, key: Any) -> Entry:
         if not self._is_ours(key):
             return super().__missing__(key)
+        if is_asked_by_dcp():
+            return self.views[key]()
         return self.shown[key] if key in self.shown else self.show(key, {}, {}, {})
 
     def __iter__(self) -> Iterator[Any]:
@@ -217,18 +222,18 @@ class ShownState:
         """
         state, kept = self.state, dict(_put_there(found))
         entries, before, is_gone = state.shown, state.made, found is not state or state.was_cleared
-        makers: dict[Any, Callable[[], Entry]] = {t.param: partial(own_state, t, ranks) for t in tables}
-        order = [table.member for table in tables]
+        views: dict[Any, Callable[[], Entry]] = {t.param: partial(own_state, t, ranks) for t in tables}
+        whole, order = dict[Any, Callable[[], Entry]](), [table.member for table in tables]
         for index, bucket in enumerate(buckets):
             rows = {segment.slot: row for row, segment in enumerate(bucket.own_segments)}
             for slot, member in enumerate(bucket.members):
+                views[member.param] = partial(_views, bucket, rows.get(slot, -1))
                 if live is not None:
-                    makers[member.param] = partial(live, index, slot, rows.get(slot, -1))
-                else:
-                    makers[member.param] = partial(_views, weakref.ref(bucket), rows.get(slot, -1))
+                    whole[member.param] = partial(live, index, slot, rows.get(slot, -1))
             order += [member for slot, member in enumerate(bucket.members) if live is not None or slot in rows]
         order.sort(key=lambda member: member.number)
-        state.start(makers, [member.param for member in order])
+        makers = views | whole
+        state.start(makers, views, [member.param for member in order])
         for param in [param for param in makers if param in kept or param in entries]:
             entry = entries.get(param, {})
             more = dict(kept.pop(param, {} if is_gone else entry) or {})
@@ -321,13 +326,10 @@ def _put_there_for(state: Mapping[Any, Any], param: Any) -> Any:
     return dict.get(state, param) if isinstance(state, dict) else state.get(param)
 
 
-def _views(to_bucket: weakref.ref[Bucket], row: int) -> Entry:
+def _views(bucket: Bucket, row: int) -> Entry:
     """Of a parameter that has no elements here, a stand-in."""
-    bucket = to_bucket()
-    if bucket is None:
-        return {}
     if row >= 0:
-        return bucket.views_of(row)
+        return dict(bucket.views_of(row))
     numbers = {key: torch.full((), math.nan, dtype=torch.float32, device="cpu") for key in bucket.numbers}
     kept = {key: values for stored in bucket.state.values() for key, values in stored.tensors().items()}
     return {**numbers, **{key: values.new_empty(0) for key, values in kept.items()}}
