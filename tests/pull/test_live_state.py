@@ -278,6 +278,26 @@ def test_an_entry_that_is_put_back_is_the_state(world_size: int) -> None:
     run_ranks(puts_back, world_size)
 
 
+def moves(rank: int, world_size: int) -> None:
+    """Between parameters of which ranks have other elements, or none."""
+    params = [nn.Parameter(torch.ones(4000)) for _ in range(4)]
+    optimizer = FusedShardedAdam(params)
+    for index, param in enumerate(params):
+        param.grad = torch.full_like(param, 1.0 + index)
+    optimizer.step()
+    before, state = full(optimizer)["state"], optimizer.state
+    state[params[0]], state[params[3]] = state[params[3]], state[params[0]]
+    state[params[1]].update({key: value.clone() for key, value in state[params[2]].items()})
+    after = full(optimizer)["state"]
+    for number, other in enumerate((3, 2, 2, 0)):
+        assert all(same_bits(value, before[other][key]) for key, value in after[number].items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_moves_between_parameters(world_size: int) -> None:
+    run_ranks(moves, world_size)
+
+
 def reads_what_it_wrote(rank: int, world_size: int) -> None:
     _, optimizer = trained(rank)
     for state in optimizer.state.values():
