@@ -77,6 +77,7 @@ bool Backward::is_last_gradient(Slot& slot) {
 }
 
 void Backward::begin(const std::shared_ptr<Decision>& decision, bool accumulates, bool inside) {
+  if (!grads_->sends()) return;
   const Locked lock(buckets_->mutex);
   if (!sync_ || decision->keeps() || !(accumulates || hooks_.is_about_to_accumulate())) return;
   open_pass(lock);
