@@ -37,8 +37,9 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
             continue
         if given is not None:
             bucket.absent.discard((row, stored.spec.key))
-            if fill_stored(kept, given):
-                rounded[rounding_of(kept)] = None
+            for piece in pieces(param.numel()):
+                if convert_(kept.part(piece), given.part(piece)):
+                    rounded[rounding_of(kept)] = None
         elif rest_anew:
             start_anew(bucket, row, stored.spec.key)
     if bucket.mask is not None and MASK.key in parts:
@@ -51,14 +52,6 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
             given_master = {key: part[piece] for key, part in masters.items()}
             bucket.master.part(own).values[piece] = as_master(bucket.master.spec, param[piece], given_master)
     return list(rounded)
-
-
-def fill_stored(kept: Stored, given: Stored) -> bool:
-    """The same elements in another form. Whether they had to be rounded."""
-    is_rounded = False
-    for piece in pieces(kept.values.numel()):
-        is_rounded |= convert_(kept.part(piece), given.part(piece))
-    return is_rounded
 
 
 def rounding_of(kept: Stored) -> str:
