@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import itertools
 import sys
 import tempfile
@@ -39,9 +40,20 @@ def forget_operators() -> None:
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
+def _freeze_imports(num_known: int) -> int:
+    """What tests import stays, as in tests/frozen.py. Over a whole run it was so much that a quarter of all time went
+    into looking through it: the collector's, and zerox's for living models."""
+    if len(sys.modules) > num_known:
+        gc.collect()  # of a test before
+        gc.freeze()
+    return len(sys.modules)
+
+
 def _serve(pipe: Any) -> None:
     faulthandler.enable()  # what kills a rank comes with all its threads' stacks
-    while (task := pipe.recv()) is not None:
+    num_modules = 0
+    while (task := pipe.recv()) is not None:  # which imports what it needs
+        num_modules = _freeze_imports(num_modules)
         function, rank, world_size, store, timeout_s, args = task
         torch.set_num_threads(1)  # each time: frameworks set another number, and matrix products give other bits then
         try:

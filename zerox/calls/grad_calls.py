@@ -99,11 +99,12 @@ class GradCalls:
         if operators is None or not (operators.is_any or self.scale.requested.by_operators):
             return ""
         there = operators.look()
-        local = [m.quoted for m in unfrozen if m.param.grad is not None] + ([there.quoted] if there is not None else [])
-        if local and operators.present:
+        local = (*(m for m in unfrozen if m.param.grad is not None), there)
+        first = next((each for each in local if each is not None), None)
+        if operators.present and first is not None:
             return (
-                f"the gradient of parameter {local[0]} has not left yet, and those that have were changed through "
-                "p.grad: call optimizer.synchronize() before you change p.grad"
+                f"the gradient of parameter {first.quoted} has not left yet, and those that have were changed "
+                "through p.grad: call optimizer.synchronize() before you change p.grad"
             )
         if not (chains := operators.chains()):
             return ""

@@ -96,9 +96,10 @@ class OwnParams:
         self, groups: Sequence[Mapping[str, Any]], rules: Rules, options: OptimizerOptions, has_axes: bool
     ) -> None:
         """ValueError for what torch's class can't do for them. ``has_axes``: ranks have other parts of a model."""
-        for index, group in enumerate(groups):
-            if self.of([group]):
-                refuse_group(f"param group {index}", group, rules.of(group), options, has_axes, self.first)
+        having = [(index, group) for index, group in enumerate(groups) if self.of([group])]
+        first = self.first if having else ""
+        for index, group in having:
+            refuse_group(f"param group {index}", group, rules.of(group), options, has_axes, first)
 
     def refusal(self, call: str) -> str:
         """Why a call can't be made; empty if it can."""

@@ -166,30 +166,34 @@ def find_axes(
     data-parallel group, or of another axis.
     """
     found: dict[tuple[int, ...], ModelAxis] = {}
-    of: dict[tuple[int, ...], str] = {}  # who brought it
+    by_params: dict[tuple[int, ...], int] = {}  # the first that lies on it
     for index, param in enumerate(params):
         for _, axis, _ in _lines(param):
             if axis.ranks not in found:
                 found[axis.ranks] = axis
-                of[axis.ranks] = f"parameter {quote(index)} is a DTensor on axis {axis}"
+                by_params[axis.ranks] = index
     for axis in axes_of(norm_group):
-        if axis.ranks not in found:
-            found[axis.ranks] = axis
-            of[axis.ranks] = f"norm_group has the axis {axis}"
+        found.setdefault(axis.ranks, axis)
     if not found:
         return ModelAxes()
     group = choose_group(process_group)
+
+    def why(ranks: tuple[int, ...]) -> str:
+        if ranks not in by_params:
+            return f"norm_group has the axis {found[ranks]}"
+        return f"parameter {quote(by_params[ranks])} is a DTensor on axis {found[ranks]}"
+
     here = dist.get_rank()
     averaged = [here] if group is None else dist.get_process_group_ranks(group)
     for ranks in found:
         if shared := sorted(set(ranks) & set(averaged) - {here}):
             raise ValueError(
-                f"{of[ranks]}, and ranks {shared} of it average their gradients with rank {here}: pass the "
+                f"{why(ranks)}, and ranks {shared} of it average their gradients with rank {here}: pass the "
                 'data-parallel axis of the mesh as process_group, as mesh["dp"]'
             )
         for other in found:
             if ranks != other and set(ranks) & set(other) != {here}:
-                raise ValueError(f"{of[ranks]}, and {of[other]}: two axes may have only rank {here} in common")
+                raise ValueError(f"{why(ranks)}, and {why(other)}: two axes may have only rank {here} in common")
     return ModelAxes(tuple(sorted(found.values(), key=lambda axis: (axis.ranks[1] - axis.ranks[0], len(axis.ranks)))))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
 from zerox.memory.stored import SCALE, Stored, form_of
+from zerox.model_names import quote
 from zerox.plan.span import Span
 from zerox.ranks.subgroups import Subgroups
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
@@ -75,11 +76,11 @@ def agree_on_written(
 ) -> None:
     """RuntimeError on all ranks if one wrote a parameter's state and another, that has a part of it, did not, or if
     one can't take it in: ``why_not``. Collective. It raises again until they have, or state is loaded."""
-    owned = {_place(subgroups, table.member): table.member.quoted for table in tables}
-    of_all = {(*_place(subgroups, member),): member.quoted for bucket in buckets for member in bucket.members} | owned
+    owned = {_place(subgroups, table.member): table.member for table in tables}
+    of_all = {_place(subgroups, member): member for bucket in buckets for member in bucket.members} | owned
     for bucket in buckets:
-        owned |= {_place(subgroups, bucket.members[s.slot]): "" for s in bucket.own_segments}
-    written = [[place, shown.written[place[-1]], of_all[place]] for place in of_all if place[-1] in shown.written]
+        owned |= {_place(subgroups, bucket.members[s.slot]): bucket.members[s.slot] for s in bucket.own_segments}
+    written = [[place, shown.written[place[-1]], of_all[place].name] for place in of_all if place[-1] in shown.written]
     said = [json.loads(each) for each in subgroups.ranks.all_gather_text(json.dumps([written, list(owned), why_not]))]
     by_rank = [({tuple(place) for place, _, _ in wrote}, set(map(tuple, owns))) for wrote, owns, _ in said]
     for rank, (wrote, _, refusal) in enumerate(said):
@@ -88,8 +89,10 @@ def agree_on_written(
         for place, has_changed, name in wrote:
             for other, (others, owns) in enumerate(by_rank):
                 if has_changed and tuple(place) in owns - others:
+                    here = of_all.get(tuple(place))  # not where it is another subgroup's
+                    known = quote(name, None if here is None else here.param)
                     raise RuntimeError(
-                        f"zerox: rank {rank} wrote optimizer.state of parameter {name}, and rank {other}, which has "
+                        f"zerox: rank {rank} wrote optimizer.state of parameter {known}, and rank {other}, which has "
                         "state of it, did not: write the same on all ranks, or load_state_dict()"
                     )
     shown.written.clear()
@@ -138,20 +141,21 @@ def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
         if (key == STEP.key and rule.keeps_step)
         or (key in specs and rule.is_wanted(specs[key], groups[write.member.group]) and not rule.starts_itself(key))
     ]
-    known = f"state of parameter {write.member.quoted}"
     if needed:
-        raise ValueError(f"{known} lacks {needed[0]!r}: give it all of {', '.join(write.shown)}, or {{}} to start anew")
+        raise ValueError(
+            f"{_of_param(write)} lacks {needed[0]!r}: give it all of {', '.join(write.shown)}, or {{}} to start anew"
+        )
     new = {k: value for k, value in write.values.items() if k != ROWS_OF and not _is_same(value, write.shown[k])}
     if masters := [key for key in OF_MASTERS if key in new]:
         raise ValueError(
-            f"{known} was given a {masters[0]!r}, and the parameter's own value belongs to it: call "
+            f"{_of_param(write)} was given a {masters[0]!r}, and the parameter's own value belongs to it: call "
             "optimizer.set_full_state_(p, master=...) on all ranks"
         )
     if not new:
         return {}
     new = {key: _of_another(value, write.shown[key]) for key, value in new.items()}
     everything = {**write.shown, **write.values, **new}
-    _check_numbers(known, {key: value for key, value in new.items() if write.shown[key].dim() == 0})
+    _check_numbers(write, {key: value for key, value in new.items() if write.shown[key].dim() == 0})
     keys = dict.fromkeys(key.removesuffix(SCALE) if key.removesuffix(SCALE) in write.shown else key for key in new)
     given = {key: everything[key] for key in keys}
     given |= {
@@ -160,8 +164,13 @@ def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
         if isinstance(value, Tensor) and key + SCALE in everything and form_of(states.get(key), value.dtype).scaled
     }
     if isinstance(write.place, RowTable):
-        return {key: _rows(known, write.place, value, write.shown[key]) for key, value in given.items()}
+        return {key: _rows(write, write.place, value, write.shown[key]) for key, value in given.items()}
     return _parts_of_bucket(*write.place, write.member, given, write.shown)
+
+
+def _of_param(write: Write) -> str:
+    """For errors only: see quote()."""
+    return f"state of parameter {write.member.quoted}"
 
 
 def _parts_of_bucket(
@@ -201,22 +210,24 @@ def _is_view(shown: Tensor) -> bool:
     return shown.dim() > 0 and not isinstance(shown, SlicedTensor)
 
 
-def _rows(known: str, table: RowTable, value: Any, shown: Tensor) -> Any:
+def _rows(write: Write, table: RowTable, value: Any, shown: Tensor) -> Any:
     if shown.dim() == 0 or value.shape == shown.shape:
         return value
     if value.shape[0] != table.param.shape[0] or value.shape[1:] != shown.shape[1:]:
         whole = (table.param.shape[0], *shown.shape[1:])
-        raise ValueError(f"{known} was given {tuple(value.shape)} instead of {whole}")
+        raise ValueError(f"{_of_param(write)} was given {tuple(value.shape)} instead of {whole}")
     return value[table.own_rows.to(value.device)]
 
 
-def _check_numbers(known: str, given: Mapping[str, Any]) -> None:
+def _check_numbers(write: Write, given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if not isinstance(value, bool | int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise ValueError(f"{known} was given {key}={value!r}, which must be one number")
+            raise ValueError(f"{_of_param(write)} was given {key}={value!r}, which must be one number")
         number = value.own if isinstance(value, SlicedTensor) else value
         if key == STEP.key and not (float(number) >= 0 and float(number).is_integer()):
-            raise ValueError(f"{known} was given the step {float(number)}: it must be a whole number, 0 or more")
+            raise ValueError(
+                f"{_of_param(write)} was given the step {float(number)}: it must be a whole number, 0 or more"
+            )
 
 
 def _is_new_elsewhere(write: Write) -> bool:
