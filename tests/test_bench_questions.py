@@ -12,7 +12,7 @@ from bench import questions
 
 def test_it_measures_constructors_that_ask_and_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
-    questions.main(["--ranks", "2", "--rounds=2", f"--json={file}"])
+    questions.main(["--ranks", "2", "--models", "tiny", "--rounds=2", f"--json={file}"])
     rows = {row["what"]: row for row in json.loads(file.read_text())["rows"]}
     assert set(rows) == set(questions.WAYS)
     assert rows["asked"]["sockets"] > rows["not asked"]["sockets"]
