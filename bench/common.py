@@ -33,13 +33,13 @@ ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
 
 
-def commit() -> str:
+def commit(results: str = "bench/results") -> str:
     """The commit that ran, with -dirty where files that git tracks differ from it, other than results themselves."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":(exclude){results}")
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 

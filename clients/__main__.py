@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 
-from clients.client import HERE, Client, Misfit, clients
+from bench.common import commit
+from clients.client import Client, Misfit, clients
 from clients.launch import Failed, Result, run
 from clients.report import differences, table, table_of_resumed
 from clients.resumed import resumed
@@ -112,9 +112,8 @@ def _write(to: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _made_by() -> dict[str, str]:
-    asked = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
-    return {"commit": commit, "torch": torch.__version__, "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {"commit": commit("clients/*.json"), "torch": torch.__version__, "machine": machine}
 
 
 if __name__ == "__main__":
