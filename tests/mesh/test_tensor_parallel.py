@@ -277,3 +277,24 @@ def test_tensor_parallel_goes_with_a_mesh_of_replicate_and_shard() -> None:
         assert norms == found[0][0], "the same bits on all ranks"
         assert off <= NORM_RTOL
         assert far <= PARAM_ATOL
+
+
+# ---- what is not trained
+
+
+def frozen(rank: int, world_size: int, stage: int) -> None:
+    meshes = Meshes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    net, twin = twins(False, meshes)
+    for name, param in net.named_parameters():
+        param.requires_grad_("norm" not in name)
+    optimizer = FusedShardedAdam(net.parameters(), lr=0.1, process_group=meshes.dp, stage=stage)
+    if stage == 3:
+        optimizer.inside.gather.residents.release_all()
+    for (name, param), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert param.requires_grad or torch.equal(param, theirs), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_parameters_are_the_first_rank_s_over_all_axes(stage: int) -> None:
+    """In stage 3 also once they have been released."""
+    run_ranks(frozen, 4, stage)

@@ -98,9 +98,15 @@ class Adoption:
         still = [member for member in members if not member.param.requires_grad]
         planned = [(each, [members[place] for place in each.params]) for each in plan.frozen]
         frozen = core.gather.take_frozen([m for m in still if subgroups.of_group[m.group] is subgroups.all], planned)
-        for member in still:
-            subgroups.of_group[member.group].broadcast_own(member.local, f"parameter '{member.name}'")
-            model.broadcast_values(member.local, model.replicated_over(member.param))
+        left = {id(member.param) for bucket in frozen if bucket.buffer.left is not None for member in bucket.members}
+        homes = {id(m.param): bucket.buffer.home(slot) for bucket in frozen for slot, m in enumerate(bucket.members)}
+        for member in [each for each in still if id(each.param) not in left]:
+            values = homes.get(id(member.param), member.local)
+            subgroups.of_group[member.group].broadcast_own(values, f"parameter '{member.name}'")
+            model.broadcast_values(values, model.replicated_over(member.param))
+        for bucket in frozen:
+            give_out(bucket.buffer.slots())
+            bucket.buffer.start()
         return frozen
 
     def _make_buckets(self, plan: Plan, members: Sequence[Member]) -> Iterator[tuple[int, Bucket]]:

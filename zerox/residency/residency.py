@@ -170,8 +170,6 @@ class Residency:
             bucket = FrozenBucket(plan, inside, self.make_buffer)
             if bucket.buffer.left is None:
                 self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
-            give_out(bucket.buffer.slots())
-            bucket.buffer.start()
             made.append(bucket)
         return made
 
