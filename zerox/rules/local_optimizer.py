@@ -98,7 +98,6 @@ class LocalOptimizerClass:
             torch_class=lambda group: self.name,
             keeps_step=False,  # or under some options only
             numbers=self.numbers,
-            on_host=True,
             optimizer_class=self,
         )
         return Rules(rule, {rule.name: rule})
@@ -258,6 +257,10 @@ class LocalOptimizerRule(Rule):
     """The rule of a :class:`LocalOptimizerClass`. Its ``states`` and ``numbers`` grow as the class is tried."""
 
     optimizer_class: LocalOptimizerClass
+
+    @property
+    def on_host(self) -> bool:
+        return True
 
     @property
     def step(self) -> NumberSpec:

@@ -81,9 +81,9 @@ class Rule:
     kernels read it. ``check(group)`` raises for groups that torch refuses. ``torch_class``: the name of the torch.optim
     class whose groups are like this one. ``lasting``: options that say which formula it is: a state that is loaded does
     not change them. ``keeps_step``: whether that class keeps a step count for each parameter. If not, state that comes
-    from there counts as one update. ``numbers``: what is kept for each parameter, beside the count of its updates;
-    ``on_host``: these and the count are read on the host in every step, and lie there. ``of_rows(group, step)``: with
-    these options the dense rule does in update number ``step`` what the rule of rows of a table does.
+    from there counts as one update. ``numbers``: what is kept for each parameter, beside the count of its updates.
+    ``of_rows(group, step)``: with these options the dense rule does in update number ``step`` what the rule of a
+    table's rows does.
     """
 
     name: str
@@ -96,8 +96,12 @@ class Rule:
     lasting: tuple[str, ...] = ()
     keeps_step: bool = True
     numbers: Sequence[NumberSpec] = ()
-    on_host: bool = False
     of_rows: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda group, step: group
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the ``numbers`` and the count of updates are read on the host in every step, and lie there."""
+        return False
 
     @property
     def step(self) -> NumberSpec:
