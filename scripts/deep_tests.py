@@ -19,6 +19,7 @@ RESTS_ON = (
     "csrc/cpu",
     "csrc/cuda",
     "csrc/math",
+    "csrc/rows",
     *(f"tests/optimizer/{name}.py" for name in ("combined", "covering", "made", "test_pairs", "ways")),
 )
 DAY_S = 24 * 3600

@@ -1,4 +1,4 @@
-"""The extension's types, for mypy and editors. What things do stands in csrc/{exchange,grads,params}/*.h.
+"""The extension's types, for mypy and editors. What things do stands in the headers of csrc/.
 
 Those of csrc/rows are in rows.pyi, those of sharded parameters in residency.pyi: at run time all are in one module."""
 

@@ -42,7 +42,7 @@ ADOPTING = (
 )
 AFTER_SYNC = (
     "partial sums",
-    "rows",  # what is multiplied below must be there
+    "rows",  # made, before the phases below multiply gradients
     "first look",
     "scale",  # is forgotten with its gradients before another is left
     "active ranks",

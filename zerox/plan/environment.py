@@ -58,8 +58,8 @@ VARIABLES = (
         "ZEROX_EXCHANGE",
         "run",
         "`direct` (default on gloo: sums in rank order, the same bits everywhere; ranks of one machine read each "
-        "other's memory, and meet there; over NCCL one all-to-all), `messages` (the same, but nobody is read) or "
-        "`native` (default on NCCL: the backend's collectives)",
+        "other's memory, and synchronize there; over NCCL one all-to-all), `messages` (the same, but nobody is read) "
+        "or `native` (default on NCCL: the backend's collectives)",
     ),
     Variable(
         "ZEROX_DEVICE_READS",

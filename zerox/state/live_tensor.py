@@ -3,7 +3,7 @@
 Note [Live state]
 Scripts read the state and write it, on all ranks alike, and no rank knows how far the others are: `s.sub_(s.mean())`
 is two things, and a rank that is late reads what another has written already. So a write goes into a copy of this
-rank's segment, and the state takes it once all ranks have met, as it takes a tensor that was put into the dict
+rank's segment, and the state takes it once ranks have synchronized, as it takes a tensor that was put into the dict
 (shown_state.py). Until then others read the state as it was, and whoever reads what was written here gets an error.
 """
 
