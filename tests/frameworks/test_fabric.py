@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,35 @@ def becomes(_: int, __: int) -> None:
 
 def test_an_optimizer_of_torch_becomes_zerox_s_with_all_that_it_has() -> None:
     run(becomes, 1)
+
+
+# ---- one rank alone
+
+
+def saves_alone(rank: int, world_size: int, strategy: str) -> bool:
+    """The others wait in a barrier of Fabric's."""
+    fabric = make_fabric(rank, world_size, strategy)
+    model = make_model()
+    model, optimizer = fabric.setup(model, adamw(model))
+    for step in range(2):
+        fabric.backward(loss_of(model, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    file = io.BytesIO()
+    if fabric.is_global_zero:
+        torch.save(optimizer.state_dict(), file)
+    fabric.barrier()
+    expected = optimizer.optimizer.full_state_dict()
+    if rank > 0:
+        return True
+    found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert found["param_groups"] == expected["param_groups"]
+    for number, state in expected["state"].items():
+        for key, value in state.items():
+            assert torch.equal(found["state"][number][key], value)
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_0_alone_saves_the_whole_state(stage: int) -> None:
+    assert all(run(saves_alone, 2, f"zerox_stage_{stage}"))

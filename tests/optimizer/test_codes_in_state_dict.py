@@ -247,3 +247,36 @@ def test_a_file_of_codes_is_not_converted_and_says_why(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
     with pytest.raises(CheckpointError, match=r"exp_avg of 'first.weight' is of 8 bits.*full_state_dict\(\)"):
         convert_file(tmp_path / "all.pt", tmp_path / "checkpoint", False, False, ("model", "optimizer"))
+
+
+LEAST_SCALE = 2.0**-100  # below, what the smallest codes stand for is subnormal
+
+
+def test_all_codes_at_all_scales_are_the_same_again_after_float32() -> None:
+    """As one rank saves them of several, and any number loads."""
+    mantissas = torch.tensor([1.0, 1.37, 2.0 - 2.0**-23])
+    scales = (2.0 ** torch.arange(-126, 128).float()[:, None] * mantissas).flatten()
+    codes = torch.arange(256, dtype=torch.uint8).repeat(len(scales))
+    signs = torch.ones_like(scales)
+    signs[::2] = -1
+
+    def made() -> tuple[FusedShardedAdam, dict[str, Any]]:
+        param = nn.Parameter(torch.zeros(codes.numel()))
+        optimizer = FusedShardedAdam([param], lr=0.1, state_dtype="8bit")
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        return optimizer, optimizer.inside.buckets[0].state
+
+    optimizer, state = made()
+    for key, of_blocks in (("exp_avg", scales * signs), ("exp_avg_sq", scales)):
+        state[key].values[: codes.numel()] = codes
+        state[key].scales[: len(scales)] = of_blocks
+    other, found = made()
+    other.load_state_dict(optimizer.full_state_dict())
+    again = other.full_state_dict()["state"][0]
+    for key, wide in optimizer.full_state_dict()["state"][0].items():
+        assert torch.equal(wide, again[key])
+    for key, given in state.items():
+        assert torch.equal(found[key].scales, given.scales)
+        same = (found[key].values == given.values)[: codes.numel()].view(-1, 256)
+        assert same[scales >= LEAST_SCALE].all()

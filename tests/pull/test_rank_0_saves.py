@@ -204,9 +204,21 @@ def test_what_was_taken_before_a_change_raises_and_so_do_its_copies(change: str)
     run_ranks(outdated, 2, change)
 
 
-def late_owner(rank: int, world_size: int, what: str) -> None:
-    """Rank 0 is through with a step, or a load, long before rank 1, whose state it needs."""
-    model, optimizer = trained(rank, "bf16 fp32", stage=3)
+LATE = [
+    ("step", "bf16 fp32", 3, False),
+    ("load", "bf16 fp32", 3, False),
+    *(("step", REMAINDERS, stage, hidden) for stage in (1, 2) for hidden in (False, True)),
+    ("load", REMAINDERS, 2, True),
+]
+
+
+def late_owner(rank: int, world_size: int, what: str, kind: str, stage: int, hidden: bool) -> None:
+    """Rank 0 is through with a step, or a load, long before rank 1, whose state it needs. ``hidden``: the gather is
+    hidden behind what follows."""
+    model, optimizer = made(kind, stage)
+    if hidden:
+        optimizer.overlap_gather(model)
+    train(model, optimizer, rank, range(2))
     kept = copy.deepcopy(optimizer.state_dict())
     runs, update = optimizer.inside.update.runs, optimizer.inside.update
 
@@ -229,23 +241,28 @@ def late_owner(rank: int, world_size: int, what: str) -> None:
         assert_same(loaded(found), expected)
 
 
-@pytest.mark.parametrize("what", ["step", "load"])
-def test_a_pull_waits_until_the_owner_has_come_as_far(what: str) -> None:
-    run_ranks(late_owner, 2, what)
+@pytest.mark.parametrize("how", LATE, ids=str)
+def test_a_pull_waits_until_the_owner_has_come_as_far(how: tuple[Any, ...]) -> None:
+    run_ranks(late_owner, 2, *how)
 
 
 def digest(state: object) -> str:
     return hashlib.sha256(saved(state)).hexdigest()
 
 
-def saves_beside(rank: int, world_size: int, count: int) -> tuple[int, int]:
-    """A thread saves at random moments, on each rank; returns how often it could, and could not."""
-    model, optimizer = trained(rank)
+def saves_beside(
+    rank: int, world_size: int, count: int, kind: str = REMAINDERS, stage: int = 2, hidden: bool = False
+) -> int:
+    """A thread saves at random moments, on each rank, until it has ``count`` files. Returns how often it could not."""
+    model, optimizer = made(kind, stage)
+    if hidden:
+        optimizer.overlap_gather(model)
+    train(model, optimizer, rank, range(2))
     known, files, refused = {digest(full(optimizer)["state"])}, [], []
 
     def save() -> None:
         moments = random.Random(rank)
-        while len(files) + len(refused) < count:
+        while len(files) < count and len(refused) < 100 * count:
             time.sleep(moments.expovariate(200))
             try:
                 files.append(digest(loaded(saved(optimizer.state_dict()))["state"]))
@@ -263,22 +280,18 @@ def saves_beside(rank: int, world_size: int, count: int) -> tuple[int, int]:
     saver.join()
     assert set(files) <= known
     assert all("the state before a later step()" in each for each in refused)
-    return len(files), len(refused)
+    assert len(files) == count
+    return len(refused)
 
 
-def check_saves(count: int) -> None:
-    for num_files, num_refused in run_ranks(saves_beside, 3, count):
-        assert num_files + num_refused == count
-        assert num_files > count // 20
-
-
-def test_each_file_is_the_state_of_one_step() -> None:
-    check_saves(20)
+@pytest.mark.parametrize("how", [(REMAINDERS, 2, False), (REMAINDERS, 1, True), ("bf16 fp32", 3, False)], ids=str)
+def test_each_file_is_the_state_of_one_step(how: tuple[Any, ...]) -> None:
+    run_ranks(saves_beside, 3, 10, *how)
 
 
 @pytest.mark.deep
 def test_each_of_a_thousand_files_is_the_state_of_one_step() -> None:
-    check_saves(334)
+    run_ranks(saves_beside, 3, 334, timeout_s=600)
 
 
 def breaks_off(rank: int, world_size: int) -> None:

@@ -222,7 +222,10 @@ class FabricStrategy:
 
     @named("fabric.save()")
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As Fabric's. Collective."""
+        """Whole on each rank, also where one alone asks, if others' state is read where it lies. Else as Fabric's of an
+        optimizer that shards: whole on rank 0, empty elsewhere, and collective."""
+        if isinstance(optimizer, Engine) and optimizer.inside.loading.pulls.is_complete:
+            return optimizer.state_dict()
         found: dict[str, Any] = super().get_optimizer_state(optimizer)  # type: ignore[misc]
         return found
 

@@ -63,24 +63,26 @@ def _is_error() -> bool:
 
 
 class Ended(BaseException):
-    """SIGTERM came."""
+    """Ctrl-C or SIGTERM came."""
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """A handler of the user's may only make a note for a loop that is over."""
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGTERM)):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(*_: Any) -> None:
         raise Ended
 
-    was = signal.signal(signal.SIGTERM, end)
+    handled = [each for each in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(each))]
+    before = {each: signal.signal(each, end) for each in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, was)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _readers(linger: C.Linger) -> list[int]:
