@@ -4,9 +4,9 @@
 
 Each rank builds an optimizer, in turn with ZEROX_STATE_PULL=1 and 0, over ZEROX_EXCHANGE=messages, of 40 small
 parameters or of those of a GPT-2 of 124 M: the time of the constructor (the slowest rank's), and the threads and
-sockets that it leaves. The group for questions is one more of
-gloo's, so each rank opens a connection to each other one, and reads that one's addresses in the store: with N ranks
-N (N - 1) answers of the store, whose number at 512 ranks is printed.
+sockets that it leaves. The group for questions is one more of gloo's, so each rank opens a connection to each other
+one, and reads that one's addresses in the store: with N ranks N (N - 1) answers of the store, whose number at 512 ranks
+is printed.
 """
 
 from __future__ import annotations
