@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def take_apart(local: Local, named: Named, rules: Rules, options: OptimizerOptio
     for name, _, group in (named[place] for place in sorted(found)):
         if group.get(OF_GROUP) is not None:
             raise ValueError(f"local: {name!r} is in a param group with a process_group, which says whose it is")
-        refuse_group("local", group, rules.of(group), options, has_axes, f"{name!r}")
+        refuse_group("local", group, rules.of(group), options, has_axes, partial(repr, name))
     if found and len(found) == len(named):
         raise ValueError(
             "local stands for all of params: an optimizer of which no DistributedDataParallel has a parameter averages "

@@ -96,10 +96,9 @@ class OwnParams:
         self, groups: Sequence[Mapping[str, Any]], rules: Rules, options: OptimizerOptions, has_axes: bool
     ) -> None:
         """ValueError for what torch's class can't do for them. ``has_axes``: ranks have other parts of a model."""
-        having = [(index, group) for index, group in enumerate(groups) if self.of([group])]
-        first = self.first if having else ""
-        for index, group in having:
-            refuse_group(f"param group {index}", group, rules.of(group), options, has_axes, first)
+        for index, group in enumerate(groups):
+            if self.of([group]):
+                refuse_group(f"param group {index}", group, rules.of(group), options, has_axes, lambda: self.first)
 
     def refusal(self, call: str) -> str:
         """Why a call can't be made; empty if it can."""
@@ -195,9 +194,15 @@ class OwnParams:
 
 
 def refuse_group(
-    where: str, group: Mapping[str, Any], rule: Rule, options: OptimizerOptions, has_axes: bool, first: str
+    where: str,
+    group: Mapping[str, Any],
+    rule: Rule,
+    options: OptimizerOptions,
+    has_axes: bool,
+    first: Callable[[], str],
 ) -> None:
-    """ValueError for a group with own parameters, of which errors name the ``first``, if torch's class can't do it."""
+    """ValueError for a group with own parameters, if torch's class can't do it. ``first``: names one of them, for the
+    error alone."""
     refusals = {
         "capturable=True": options.capturable,
         f"the rule {rule.name!r}": not rule.has_torch_class(group),
@@ -206,7 +211,7 @@ def refuse_group(
         "norm_group, or another parameter's DTensor": has_axes,
     }
     if why := next((each for each, holds in refusals.items() if holds), ""):
-        raise ValueError(f"{where}: {why} does not go with {BESIDE.format(first)}: {APART}")
+        raise ValueError(f"{where}: {why} does not go with {BESIDE.format(first())}: {APART}")
 
 
 def _has_subgroup(given: Any) -> bool:
