@@ -20,7 +20,9 @@ constexpr char kOfDTensor[] = "_spec";               // how it lies
 constexpr char kLocalTensor[] = "_local_tensor";     // without these two, gradients are found by slower calls of Python
 constexpr char kOwn[] = "aten::";                    // without it, writes of parameters are noticed that were none
 constexpr char kCollective[] = "c10d::";             // without it, a collective on sharded parameters is not refused
-constexpr char kDetach[] = "detach";                 // no operator's name, but so it is announced
+// Those that no rank but two take part in. Without these, a rank that sends is taken for one that waits for all.
+constexpr const char* kOfTwoRanks[] = {"c10d::send", "c10d::recv_", "c10d::recv_any_source_"};
+constexpr char kDetach[] = "detach";  // no operator's name, but so it is announced
 // All that `p.data = ...` announces. Without it, step() would fetch what it is about to move.
 constexpr char kSetsData[] = "aten::_has_compatible_shallow_copy_type";
 // What nn.Embedding(max_norm=) calls before it looks up. Without it, ranks would write rows of their own batches.
@@ -57,6 +59,11 @@ bool begins_with(const char* name, const char (&prefix)[size]) {
   return std::strncmp(name, prefix, size - 1) == 0;
 }
 
+inline bool is_collective_of_all(const char* name) {
+  const auto is_name = [name](const char* each) { return std::strcmp(name, each) == 0; };
+  return begins_with(name, kCollective) && std::none_of(std::begin(kOfTwoRanks), std::end(kOfTwoRanks), is_name);
+}
+
 inline bool reads_no_value(const char* name) {
   const auto is_name = [name](const char* each) { return std::strcmp(name, each) == 0; };
   return is_name(kDetach) || std::any_of(std::begin(kReadNoValue), std::end(kReadNoValue), is_name);
@@ -72,6 +79,7 @@ inline std::string function_of(const std::string& backward) {
 // What stage 3 must meet by these names, or it would give wrong values or fetch what nobody reads.
 inline std::vector<std::string> operator_names() {
   std::vector<std::string> names(std::begin(kReadNoValue), std::end(kReadNoValue));
+  for (const char* name : kOfTwoRanks) names.emplace_back(name);
   for (const Lookup& lookup : kLookups) names.emplace_back(lookup.name);
   for (const char* name : {kSetsData, kRenorm, kAllGather, kReduceScatter, kAllToAll}) names.emplace_back(name);
   return names;

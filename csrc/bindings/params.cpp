@@ -4,10 +4,12 @@
 
 #include "bindings/bindings.h"
 #include "buckets/address.h"
+#include "check.h"
 #include "cpu/large_pages.h"
 #include "params/own_storage.h"
 #include "params/params.h"
 #include "params/read_guard.h"
+#include "peers/failure_detector.h"
 #include "torch_internals.h"
 
 namespace zx {
@@ -44,6 +46,16 @@ bool raise_soon(const std::string& message) {
   return true;
 }
 
+// Of a collective; null if it says none.
+Group group_of(c10::ArrayRef<const c10::IValue> inputs) {
+  for (const c10::IValue& input : inputs) {
+    if (input.isCustomClass() && *input.type() == *c10::getCustomClassType<Group>()) {
+      return input.toCustomClass<c10d::ProcessGroup>();
+    }
+  }
+  return nullptr;
+}
+
 void bind_read_guard(py::module_& m) {
   m.def(
       "set_names_are_new",
@@ -65,6 +77,22 @@ void bind_read_guard(py::module_& m) {
                                     .raise_soon = &raise_soon});
       },
       py::arg("names_are_new"));
+  m.def(
+      "set_before_collective",
+      [](py::function before_collective) {
+        auto* function = new py::function(std::move(before_collective));  // leaked as above
+        ReadGuard::set_before_collective([function](c10::ArrayRef<const c10::IValue> inputs) {
+          const Group group = group_of(inputs);
+          if (group == nullptr) return;
+          const py::gil_scoped_acquire acquire;
+          try {
+            (*function)(group);
+          } catch (py::error_already_set& error) {
+            raise_soon(reason_of(error));  // the collective can't be stopped
+          }
+        });
+      },
+      py::arg("before_collective"));
   m.def("before_fork", &ReadGuard::before_fork, Release());
   m.def("operator_names", &internals::operator_names);
   m.def("missing_operators", &internals::missing_operators, py::arg("names"));

@@ -35,6 +35,7 @@ struct Guards {
   std::unordered_map<const void*, std::vector<Role>> roles;  // by operators' names: see role_of()
   std::set<std::string> regions;  // the regions that have shown what they read: they always do
   ReadGuard::Interpreter interpreter;
+  ReadGuard::BeforeCollective before_collective;
 };
 
 void in_child();
@@ -235,6 +236,12 @@ std::unique_ptr<at::ObserverContext> before_backward(const at::RecordFunction& f
   return running;
 }
 
+void before_collective(const at::RecordFunction& function, const Watchers& watchers) {
+  if (!internals::is_collective_of_all(function.name()) || guards().before_collective == nullptr) return;
+  const auto watches = [](const auto& watcher) { return watcher->watches_collectives(); };
+  if (std::any_of(watchers.begin(), watchers.end(), watches)) guards().before_collective(function.inputs());
+}
+
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
   if (paused) return nullptr;
   const bool in_python = guards().interpreter.knows_this_thread();
@@ -253,6 +260,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     running->open_region(name);
   }
   if (std::strcmp(name, internals::kShowsInputs) == 0) Region::note_inputs();
+  if (in_python) before_collective(function, watchers);
   for (const auto& watcher : watchers) {
     if (!in_python && !watcher->watches_all_threads()) continue;
     ReadGuard::Pins pins;
@@ -327,6 +335,10 @@ const c10::IValue* ReadGuard::Use::input(size_t argument) const {
 }
 
 void ReadGuard::set_interpreter(Interpreter interpreter) { guards().interpreter = std::move(interpreter); }
+
+void ReadGuard::set_before_collective(BeforeCollective before_collective) {
+  guards().before_collective = std::move(before_collective);
+}
 
 void ReadGuard::without_gil(const std::function<void()>& body) { guards().interpreter.without_gil(body); }
 

@@ -83,6 +83,8 @@ class ReadGuard {
     virtual void before_backward_of(const PythonFunction& /*function*/, Pins& /*pins*/) {}
     // Whether it wants to know of other threads' operators than Python's.
     virtual bool watches_all_threads() const { return false; }
+    // Whether it matters that ranks wait for each other in collectives of the script's: see before_collective().
+    virtual bool watches_collectives() const { return false; }
     // See Note [Forks].
     virtual void before_fork() = 0;        // by the parent, so that a child finds what is on its way
     virtual bool has_arrived() const = 0;  // whether all of it has; if not, the watcher stays, in the child too
@@ -105,6 +107,10 @@ class ReadGuard {
     std::function<bool(const std::string&)> raise_soon;
   };
   static void set_interpreter(Interpreter interpreter);
+  // Called with the arguments of each collective of torch.distributed, on the Python thread that is about to run it,
+  // while a watcher watches them. Messages from one rank to another are none. It must not throw.
+  using BeforeCollective = std::function<void(c10::ArrayRef<const c10::IValue> inputs)>;
+  static void set_before_collective(BeforeCollective before_collective);
 
   // For a watcher that waits before a read: other Python threads should go on meanwhile.
   static void without_gil(const std::function<void()>& body);

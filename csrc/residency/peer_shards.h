@@ -31,7 +31,7 @@ namespace zx {
 //   version  rises when step() has written the shard. A rank at version n waits until its peers' shards reach n.
 //   written  rises when an operator outside step() has written this rank's copy of the bucket (load_state_dict, p.mul_)
 //   stored   rises when that was taken over into the shard
-//   came     rises when the rank comes to synchronize with all others
+//   came     rises when the rank comes to synchronize with all others, also in a collective of the script's own
 //   left     is 1 when the last of its parameters is gone on this rank, or all are whole for good
 //
 // - A shard of version n is not overwritten while others read it: its owner comes to version n + 1 when all ranks have

@@ -53,6 +53,7 @@ class Readers final : public ReadGuard::Watcher, public FaultReader {
   void after_operator(const ReadGuard::Pins& pins) override;
   bool has_seen_enough() const override { return false; }
   bool watches_all_threads() const override { return true; }
+  bool watches_collectives() const override { return true; }
   void before_fork() override {}
   bool has_arrived() const override { return false; }  // a child finds some released
 

@@ -116,6 +116,8 @@ def write_on_one_rank(rank: int, world_size: int) -> None:
     if rank == 0:
         with pytest.raises(RuntimeError, match=told), torch.no_grad():
             model.get_parameter("blocks.0.up.weight").zero_()
+    else:
+        time.sleep(3)  # in no collective call, by which it would say that it does not write
     dist.barrier()
     with pytest.raises(RuntimeError, match=r"rank 1 did not come|is gone|written here"):
         optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -265,6 +266,104 @@ def test_an_average_goes_in_where_the_others_wait_for_accelerate(way: str) -> No
     start = time.monotonic()
     run_ranks(run_by_way, 2, way, meets_others)
     assert time.monotonic() - start < 20, "long before the timeout"
+
+
+def collective_of(call: str) -> Any:
+    """Of the script's own, over all ranks."""
+    others = dist.new_group(backend="gloo") if call == "another group" else None
+    return {
+        "barrier": dist.barrier,
+        "another group": lambda: dist.barrier(others),
+        "all_reduce": lambda: dist.all_reduce(torch.ones(2)),
+        "objects": lambda: dist.all_gather_object([None] * dist.get_world_size(), "text"),
+    }[call]
+
+
+def waits_in_torch(rank: int, world_size: int, call: str) -> None:
+    """The others stand in torch's own collective meanwhile."""
+    model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    before = values(model)
+    collective = collective_of(call)
+    start = time.monotonic()
+    for _ in range(2):
+        if rank == 0:
+            swaps(model)
+        collective()
+    assert_same(values(model), before)
+    with torch.no_grad():  # all ranks, before the optimizer synchronizes them
+        for param in model.parameters():
+            param.add_(1)
+    assert_same(values(model), [value + 1 for value in before])
+    train(model, optimizer, rank, entropy, steps=1)
+    assert time.monotonic() - start < 20, "long before the timeout"
+
+
+@pytest.mark.parametrize("call", ["barrier", "another group", "all_reduce", "objects"])
+@pytest.mark.parametrize(("world_size", "way"), [(2, "memory"), (3, "messages")])
+def test_an_average_goes_in_where_the_others_wait_in_a_collective_of_torch(
+    world_size: int, way: str, call: str
+) -> None:
+    run_ranks(run_by_way, world_size, way, waits_in_torch, call)
+
+
+def is_not_put_back_in_torch(rank: int, world_size: int) -> None:
+    model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    before = values(model)
+    if rank == 0:
+        model.get_parameter("blocks.0.up.weight").data.zero_()
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(pytest.warns(UserWarning, match=NOT_PUT_BACK))
+        dist.barrier()
+    assert_same(values(model), before)
+    with pytest.raises((RuntimeError, ValueError), match=NOT_PUT_BACK):
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_what_is_not_put_back_before_a_collective_of_torch_is_taken_back() -> None:
+    run_ranks(is_not_put_back_in_torch, 2)
+
+
+def all_write_around(rank: int, world_size: int) -> None:
+    """All ranks write, and some of them, or another thread, come to collectives before others do."""
+
+    def run(stage: int) -> list[Tensor]:
+        model, optimizer = made(stage)
+        seen = train(model, optimizer, rank, entropy, steps=1)
+        some, of_thread = dist.new_group([1, 2]), dist.new_group(backend="gloo")
+        saver = Thread(target=lambda: [dist.barrier(of_thread) for _ in range(2)])
+        if rank > 0:
+            saver.start()
+            dist.barrier(some)
+        with torch.no_grad():
+            for number in range(3):
+                if rank == number:
+                    time.sleep(0.3)
+                for param in model.parameters():
+                    param.add_(1)
+                work = dist.all_reduce(torch.ones(2), async_op=True)
+                for param in model.parameters():
+                    param.mul_(0.5)
+                work.wait()
+                if rank == 0 and number == 0:
+                    dist.send(torch.ones(1), 1)
+                elif rank == 1 and number == 0:
+                    dist.recv(torch.ones(1), 0)
+        if rank == 0:
+            saver.start()
+        saver.join()
+        return [*seen, *values(model), *train(model, optimizer, rank, entropy, steps=1)]
+
+    assert_as_in_stage_2(run)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_what_all_ranks_write_between_collectives_is_no_ranks_alone(way: str) -> None:
+    run_ranks(run_by_way, 3, way, all_write_around)
 
 
 def steps_of_another(rank: int, world_size: int, stage: int) -> None:

@@ -99,6 +99,7 @@ class SyncResult:
     speaker: int
 
 def set_names_are_new(names_are_new: Callable[[], bool]) -> None: ...
+def set_before_collective(before_collective: Callable[[ProcessGroup], None]) -> None: ...
 
 class Process:
     """The process that made this object."""

@@ -257,16 +257,6 @@ class ZeroxAccelerator(Accelerator):
         with of_engines.standing_outside(self._engines(), "accelerator.wait_for_everyone()"):
             super().wait_for_everyone()
 
-    def gather(self, tensor: Any) -> Any:
-        """As Accelerator's."""
-        of_engines.come(self._engines())
-        return super().gather(tensor)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As Accelerator's."""
-        of_engines.come(self._engines())
-        return super().reduce(tensor, reduction, scale)
-
     # ---- files
 
     @named("accelerator.save_state()")

@@ -14,7 +14,6 @@ from zerox.engine import Engine
 from zerox.model_names import quote
 from zerox.optimizer.clip_together import clip_grad_norm_ as clip_together
 from zerox.ranks.wrapped import note_hand_out
-from zerox.residency.written_alone import come as come_in
 from zerox.scaler import GradScaler
 from zerox.wrapper.first_values import hand_out_first
 from zerox.wrapper.values import give_out, named_buffers_of
@@ -41,18 +40,9 @@ def no_sync(engines: Iterable[Engine]) -> Iterator[None]:
         yield
 
 
-def come(engines: Iterable[Engine]) -> None:
-    """Before a wait for all ranks that is not zerox's: what one of them writes alone waits for no other one there."""
-    groups = {id(group): group for engine in engines if (group := engine.inside.ranks.group_if_any) is not None}
-    for group in groups.values():
-        come_in(group)
-
-
 @contextmanager
 def standing_outside(engines: Iterable[Engine], where: str) -> Iterator[None]:
     """Around a wait for all ranks that is not zerox's: what one of them does alone meanwhile raises there, and soon."""
-    engines = list(engines)
-    come(engines)
     known = [each for engine in engines if (each := engine.inside.ranks.failure_detector) is not None]
     for each in known:
         each.stand_outside(where)

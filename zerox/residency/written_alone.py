@@ -4,13 +4,17 @@ csrc/residency/peer_shards.h."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from zerox import _C as C
+from zerox.params.compiled_regions import keep_from_dynamo
 from zerox.ranks.calls import warn_caller
+from zerox.ranks.own_groups import is_scripts_own
 
 if TYPE_CHECKING:
     from zerox.residency.residency import Residency
@@ -23,10 +27,12 @@ NOT_PUT_BACK = (
 
 @dataclass
 class Watched:
-    """``ranks``: all that have shards. ``not_put_back``: what is to be said where they synchronize."""
+    """``ranks``: all that have shards. ``not_put_back``: what is to be said where they synchronize. ``thread``: that
+    of the optimizer's caller."""
 
     ranks: frozenset[int]
     not_put_back: str = ""
+    thread: int = field(default_factory=get_ident)
 
 
 _all: WeakKeyDictionary[Residency, Watched] = WeakKeyDictionary()
@@ -43,15 +49,26 @@ def come(group: dist.ProcessGroup | None) -> None:
     Whoever waits for a write of this rank goes on, whatever optimizer the parameters belong to; and what this one has
     written alone is taken back.
     """
-    if not _all or group is None:
-        return
-    ranks = _ranks_of(group)
-    for reference in _all.keyrefs():  # at once: another thread may build an optimizer
-        sharded = reference()
-        if sharded is not None and _all[sharded].ranks == ranks and sharded.residents.has_shards:
-            if sharded.under_way is None and not sharded.depth:
-                take_back(sharded)
-            sharded.residents.come()
+    if _all and group is not None:
+        for sharded in _of(group):
+            _come(sharded)
+
+
+def come_in_script(group: dist.ProcessGroup) -> None:
+    """The same before a collective call of the script's own, as ``dist.barrier()``.
+
+    Those of other threads don't count: one that saves a checkpoint comes to them at other moments on other ranks.
+    """
+    if is_scripts_own(group):
+        for sharded in _of(group):
+            if _all[sharded].thread == get_ident():
+                _come(sharded)
+
+
+def _come(sharded: Residency) -> None:
+    if sharded.under_way is None and not sharded.depth:
+        take_back(sharded)
+    sharded.residents.come()
 
 
 def take_back(sharded: Residency) -> None:
@@ -71,6 +88,13 @@ def take_refusal(gather: object) -> str:
     return str(why)
 
 
+def _of(group: dist.ProcessGroup) -> list[Residency]:
+    """What is sharded over the same ranks."""
+    ranks = _ranks_of(group)
+    every = [reference() for reference in _all.keyrefs()]  # at once: another thread may build an optimizer
+    return [each for each in every if each is not None and _all[each].ranks == ranks and each.residents.has_shards]
+
+
 def _ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
     """Of a group that was made by hand, which torch knows no ranks of, a number of its own."""
     if group not in _ranks:
@@ -79,3 +103,7 @@ def _ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
         except KeyError:
             _ranks[group] = frozenset([-id(group)])
     return _ranks[group]
+
+
+keep_from_dynamo(come_in_script)
+C.set_before_collective(come_in_script)

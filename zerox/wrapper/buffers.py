@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerox.residency.written_alone import come
 from zerox.wrapper.values import broadcast, named_buffers_of
 
 
@@ -46,7 +45,6 @@ class Buffers:
     def _hand_out_buffers(self, root: int = 0) -> None:
         """Those of rank ``root``. Collective."""
         self._find_buffers()
-        come(self.process_group)
         name = type(self.module).__name__
         try:
             broadcast(self.modules_buffers, self.process_group, f"buffers of {name}", root)
