@@ -1,8 +1,26 @@
 #include "peers/state_reader.h"
 
 #include <exception>
+#include <future>
 
 namespace zx {
+namespace {
+
+// From here on a second thread is worth its start. Most of the time goes into pages that this process did not have
+// before, which two threads get almost twice as fast.
+constexpr size_t kBytesOfTwo = 2 << 20;
+
+void read_by_two(const Neighbours& neighbours, int rank, uint64_t address, char* into, size_t bytes) {
+  const size_t half = bytes < kBytesOfTwo ? bytes : bytes / 2;
+  std::future<void> rest;
+  if (half < bytes) {
+    rest = std::async(std::launch::async, [&] { neighbours.read(rank, address + half, into + half, bytes - half); });
+  }
+  neighbours.read(rank, address, into, half);
+  if (rest.valid()) rest.get();
+}
+
+}  // namespace
 
 int64_t StateReader::word(int rank, PublishedState::Word which) const {
   int64_t found = 0;
@@ -31,7 +49,7 @@ bool StateReader::read(int rank, StateStamp stamp, uint64_t address, void* into,
   if (!is_still(rank, stamp)) return false;
   fence_of_copies();
   try {
-    neighbours_.read(rank, address, into, bytes);
+    read_by_two(neighbours_, rank, address, static_cast<char*>(into), bytes);
   } catch (const std::exception&) {
     if (is_still(rank, stamp)) throw;  // else it may have freed what it had there
     return false;

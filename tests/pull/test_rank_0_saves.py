@@ -99,6 +99,24 @@ def test_the_whole_state_is_written_and_the_same_bytes_on_any_rank(kind: str, st
     assert len(files[0]) > 1000
 
 
+def saves_large(rank: int, world_size: int) -> None:
+    """Of which two threads read a part each."""
+    params = [nn.Parameter(torch.randn(3_000_001, generator=torch.Generator().manual_seed(seed))) for seed in range(2)]
+    optimizer = FusedShardedAdam(params, lr=1e-3)
+    for param in params:
+        param.grad = param.detach() * (rank + 1)
+    optimizer.step()
+    whole = optimizer.full_state_dict(to=world_size - 1)
+    if rank == world_size - 1:
+        assert_same(loaded(saved(optimizer.state_dict())), whole)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_tensors_are_written_whole(world_size: int) -> None:
+    run_ranks(saves_large, world_size)
+
+
 def loads_what_one_saved(rank: int, world_size: int, kind: str, data: bytes, weights: Any) -> dict[str, Any]:
     model, optimizer = made(kind, 2)
     model.load_state_dict(weights)
