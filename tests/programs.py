@@ -8,13 +8,16 @@ registered with atexit is called, modules are taken down, and the exit code is t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -123,9 +126,39 @@ class Mother:
 
     def kill(self, child: int) -> None:
         if child not in self.ended:
-            os.kill(child, 9)  # who has ended is not forgotten before exit_code() or this
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(child, signal.SIGKILL)
             self.exit_code(child, 60.0)
         self.ended.pop(child, None)
+
+
+class Program:
+    """What tests of signals use of subprocess.Popen."""
+
+    def __init__(self, script: Path, args: list[str]) -> None:
+        self.said = script.with_name(f"stderr of {args[0]}")
+        self.said.touch()
+        self.pid = mother().start(script, args, Path(os.devnull), self.said)
+        self.returncode: int | None = None
+
+    def lines(self, within_s: float) -> Iterator[str]:
+        """Of its stderr, as they come."""
+        deadline, begun = time.monotonic() + within_s, ""
+        with self.said.open() as file:
+            while time.monotonic() < deadline:
+                *whole, begun = (begun + file.read()).split("\n")
+                yield from whole
+                time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, within_s: float) -> None:
+        self.returncode = mother().exit_code(self.pid, within_s)
+
+    def close(self) -> None:
+        if self.returncode is None:
+            mother().kill(self.pid)
 
 
 def _environment() -> dict[str, str]:
@@ -150,21 +183,28 @@ def run_programs(
     asked = [[str(rank), str(folder / "store"), *args] for rank in range(world_size)]
     if not forked:
         return _run_anew(script, asked, within_s)
-    paths = [(folder / f"out of {rank}", folder / f"err of {rank}") for rank in range(world_size)]
+    ended = run_all(script, asked, within_s)
+    for rank in ended:
+        assert rank.returncode == 0, f"exit code {rank.returncode}: {rank.stderr}"
+    return [rank.stdout for rank in ended]
+
+
+def run_all(script: Path, asked: list[list[str]], within_s: float = 240) -> list[subprocess.CompletedProcess[str]]:
+    """Side by side, with the arguments in ``asked``. TimeoutError unless all end."""
+    paths = [(script.with_name(f"out of {n}"), script.with_name(f"err of {n}")) for n in range(len(asked))]
     for path in (path for pair in paths for path in pair):
         path.unlink(missing_ok=True)
-    ranks = [mother().start(script, each, *pair) for each, pair in zip(asked, paths, strict=True)]
-    printed = []
+    programs = [mother().start(script, each, *pair) for each, pair in zip(asked, paths, strict=True)]
+    left, ended = list(programs), []
     try:
-        for rank, (out, err) in zip(list(ranks), paths, strict=True):
-            code = mother().exit_code(rank, within_s)
-            ranks.remove(rank)
-            assert code == 0, f"exit code {code}: {err.read_text()}"
-            printed.append(out.read_text())
+        for program, args, (out, err) in zip(programs, asked, paths, strict=True):
+            code = mother().exit_code(program, within_s)
+            left.remove(program)
+            ended.append(subprocess.CompletedProcess(args, code, out.read_text(), err.read_text()))
     finally:
-        for rank in ranks:
-            mother().kill(rank)
-    return printed
+        for program in left:
+            mother().kill(program)
+    return ended
 
 
 def _run_anew(script: Path, asked: list[list[str]], within_s: float) -> list[str]:
