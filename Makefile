@@ -3,7 +3,8 @@
 .PHONY: help demo test test-deep test-frameworks bench lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash
-WORKERS ?= $(shell cores="$$(nproc)"; echo $$((cores < 8 ? cores : 8)))
+CORES := $(shell nproc)
+at_most_8 = $(shell echo $$(($(1) < 8 ? $(1) : 8)))
 
 # $(call in_env,EXTRAS): sets $$py and puts the environment's tools first.
 in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$$PATH"
@@ -18,10 +19,13 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 
 # By file, in order: a file's tests share rank processes and builds, and tests/conftest.py has the longest first.
 pytest = -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder
+# Half as many again as there are cores, since ranks wait for each other; test-deep compiles, and has no core left over.
+test: WORKERS ?= $(call at_most_8,$(CORES) + $(CORES) / 2)
 test: ## all tests but those of test-deep, on WORKERS processes; ARGS='-k layout -x' goes to pytest
 	@$(call in_env,test demo) && "$$py" $(pytest) -m 'not deep' $(ARGS)
 
 # Only files that have such tests: to collect all takes long.
+test-deep test-frameworks: WORKERS ?= $(call at_most_8,$(CORES))
 test-deep: ## sanitizers, nvcc's output, the fake accelerator, builds, benchmarks, one training a pair of options
 	@$(call in_env,test demo) && marks="$$("$$py" scripts/deep_tests.py)" && \
 	  "$$py" $(pytest) -m "$$marks" $$(grep -rlE --include='test_*.py' 'mark\.deep$$' tests) $(ARGS)

@@ -8,17 +8,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
-from tests.mortal_ranks import FORKSERVER
+from tests import forked
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 SMALLEST = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--device=cpu"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-MOST_SECONDS = 240
 
 
 def run(
@@ -29,7 +27,9 @@ def run(
     if within is None:
         return run_script(EXAMPLE.name, *options, ranks=ranks)
     command = [*within, sys.executable, str(EXAMPLE), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=MOST_SECONDS)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=forked.MOST_SECONDS
+    )
 
 
 def run_script(name: str, *arguments: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
@@ -39,11 +39,12 @@ def run_script(name: str, *arguments: str, ranks: int | None = None) -> subproce
     each; the output is rank 0's, or that of a rank that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            _start(EXAMPLE.with_name(name), list(arguments), Path(folder, str(rank)), facts)
-            for rank, facts in enumerate(_facts(ranks))
-        ]
-        ended = [_end(process, output) for process, output in started]
+        started = []
+        for rank, facts in enumerate(_facts(ranks)):
+            (output := Path(folder, str(rank))).mkdir()
+            script = str(EXAMPLE.with_name(name))
+            started.append((forked.start(_main, script, list(arguments), facts, output=output), output))
+        ended = [forked.end(*each) for each in started]
     return next((each for each in ended if each.returncode), ended[0])
 
 
@@ -67,26 +68,7 @@ def _facts(ranks: int | None) -> list[dict[str, str]]:
     ]
 
 
-def _start(script: Path, options: list[str], output: Path, facts: dict[str, str]) -> tuple[BaseProcess, Path]:
-    output.mkdir()
-    process = FORKSERVER.Process(target=_main, args=(str(script), options, str(output), facts))
-    process.start()
-    return process, output
-
-
-def _end(process: BaseProcess, output: Path) -> subprocess.CompletedProcess[str]:
-    process.join(MOST_SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    said = [Path(output, name).read_text(encoding="utf-8") for name in ("out", "err")]
-    return subprocess.CompletedProcess([], process.exitcode or 0, *said)
-
-
-def _main(script: str, options: list[str], output: str, facts: dict[str, str]) -> None:
-    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        with open(Path(output, name), "wb") as file:
-            os.dup2(file.fileno(), stream.fileno())
+def _main(script: str, options: list[str], facts: dict[str, str]) -> None:
     os.environ.update(ENVIRONMENT | facts)
     torch.set_num_threads(1)
     sys.argv = [script, *options]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
 
 import build_cuda
+from tests import forked
 from tests.cuda.fake_nvcc import FakeToolkit
 from tests.cuda.tools import need
 from zerox import _C, _ext
@@ -22,13 +26,34 @@ SWITCHES = ("ZEROX_CUDA", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_AR
 CLEAN = {name: value for name, value in os.environ.items() if name not in SWITCHES}
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=CLEAN | variables)
+def run(*arguments: str, **variables: str) -> CompletedProcess[str]:
+    """setup.py."""
+    return forked.run(set_up, *arguments, folder=ROOT, environment=CLEAN | variables)
+
+
+def planned(torch_is: dict[str, str | None], **variables: str) -> CompletedProcess[str]:
+    """setup.py up to the build. ``torch_is``: what torch says of itself, "cuda" or "version"."""
+    return forked.run(plan, torch_is, folder=ROOT, environment=CLEAN | variables)
+
+
+def set_up(*arguments: str, name: str = "__main__") -> dict[str, Any]:
+    """In a process of its own."""
+    for module in ("build_cuda", "find_torch", "torch.utils.cpp_extension"):  # they look at the environment
+        sys.modules.pop(module, None)
+    sys.argv = ["setup.py", *arguments]
+    return runpy.run_path("setup.py", run_name=name)
+
+
+def plan(torch_is: dict[str, str | None]) -> None:
+    """Prints whether kernels for CUDA are built, and why not."""
+    for name, value in torch_is.items():
+        setattr(*((torch.version, "cuda") if name == "cuda" else (torch, "__version__")), value)
+    made = set_up("build_ext", "--help", name="setup")
+    print("planned:", made["cuda"] is not None, made["why_not"])
 
 
 def test_an_sdist_has_every_source_and_nothing_that_was_built(tmp_path: Path) -> None:
-    done = run("setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path))
+    done = run("-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path))
     assert done.returncode == 0, done.stderr
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
@@ -50,7 +75,7 @@ def test_an_sdist_has_every_source_and_nothing_that_was_built(tmp_path: Path) ->
     ids=str,
 )
 def test_what_can_t_be_built_is_said_in_one_line(variables: dict[str, str], message: str) -> None:
-    done = run("setup.py", "build_ext", "--help", **variables)
+    done = run("build_ext", "--help", **variables)
     assert done.returncode == 1
     assert re.fullmatch(rf"zerox: .*{message}\n", done.stderr), done.stderr
 
@@ -58,21 +83,14 @@ def test_what_can_t_be_built_is_said_in_one_line(variables: dict[str, str], mess
 @pytest.mark.skipif(not build_cuda.kernel_sources(ROOT), reason="csrc/cuda has no kernels")
 def test_an_nvcc_of_another_major_release_than_torch_s_is_refused(tmp_path: Path) -> None:
     nvcc = FakeToolkit(tmp_path / "cuda").nvcc
-    as_if = (
-        "import runpy, sys, torch; torch.version.cuda = '12.9'; sys.argv[0] = 'setup.py'; runpy.run_path('setup.py')"
-    )
-    done = run("-c", as_if, "build_ext", "--help", CUDA_HOME=str(nvcc.parents[1]))
+    done = planned({"cuda": "12.9"}, CUDA_HOME=str(nvcc.parents[1]))
     assert done.returncode == 1
     assert re.fullmatch(r"zerox: \S+ is of CUDA 13\.1\.7, torch .* of CUDA 12\.9: .* ZEROX_CUDA=0\n", done.stderr)
 
 
-def what_is_planned(of_torch: str | None, nvcc: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py up to the build; prints whether with CUDA kernels, and why not."""
-    script = (
-        f"import runpy, sys, torch; torch.version.cuda = {of_torch!r}; sys.argv[0] = 'setup.py'; "
-        "made = runpy.run_path('setup.py'); print('planned:', made['cuda'] is not None, made['why_not'])"
-    )
-    return run("-c", script, "build_ext", "--help", CUDA_HOME=str(nvcc.parents[1]), **variables)
+def what_is_planned(of_torch: str | None, nvcc: Path, **variables: str) -> CompletedProcess[str]:
+    """Runs setup.py up to the build."""
+    return planned({"cuda": of_torch}, CUDA_HOME=str(nvcc.parents[1]), **variables)
 
 
 @pytest.mark.skipif(not build_cuda.kernel_sources(ROOT), reason="csrc/cuda has no kernels")
@@ -87,9 +105,8 @@ def test_kernels_are_built_where_torch_has_cuda_or_where_they_are_asked_for(tmp_
     assert f"planned: False {reason}\n" in left_out.stdout, left_out.stderr
 
 
-def as_if_torch_were(version: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    script = "import runpy, sys, torch; torch.__version__ = sys.argv.pop(1); sys.argv[0] = 'setup.py'; "
-    return run("-c", script + "runpy.run_path('setup.py')", version, *arguments, ZEROX_CUDA="0", **variables)
+def as_if_torch_were(version: str, **variables: str) -> CompletedProcess[str]:
+    return planned({"version": version}, ZEROX_CUDA="0", **variables)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +119,17 @@ def as_if_torch_were(version: str, *arguments: str, **variables: str) -> subproc
     ],
 )
 def test_a_torch_that_was_not_tried_is_refused_unless_asked_for(version: str, reason: str) -> None:
-    done = as_if_torch_were(version, "build_ext", "--help")
+    done = as_if_torch_were(version)
     assert done.returncode == 1
     assert re.fullmatch(rf"zerox: {reason}\n", done.stderr), done.stderr
     if version[:4] != "2.10":
-        done = as_if_torch_were(version, "build_ext", "--help", ZEROX_ANY_TORCH="1")
+        done = as_if_torch_were(version, ZEROX_ANY_TORCH="1")
         assert done.returncode == 0, done.stderr
 
 
 def test_a_wheel_requires_a_torch_that_was_tried_unless_another_was_asked_for(tmp_path: Path) -> None:
     for asked, wanted in (("0", "torch<2.15,>=2.11"), ("1", "torch>=2.11")):
-        done = run("setup.py", "-q", "egg_info", "-e", str(tmp_path), ZEROX_ANY_TORCH=asked)
+        done = run("-q", "egg_info", "-e", str(tmp_path), ZEROX_ANY_TORCH=asked)
         assert done.returncode == 0, done.stderr
         assert f"Requires-Dist: {wanted}\n" in (tmp_path / "zerox.egg-info/PKG-INFO").read_text()
 

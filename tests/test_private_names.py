@@ -325,6 +325,16 @@ def test_both_languages_know_the_same_labels() -> None:
 # ---- all of them
 
 
+def test_operators_with_private_names_stand_there_too() -> None:
+    private = re.compile(r'"(_\w+)\.\w+"')
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in (ROOT / "zerox").glob("**/*.py")
+        if (names := {name for name in private.findall(path.read_text()) if hasattr(torch.ops.aten, name)})
+    }
+    assert found.keys() == {"zerox/_torch.py"}, found
+
+
 def test_each_function_says_what_is_lost_without_it_and_is_tried_here() -> None:
     functions = {
         name: each

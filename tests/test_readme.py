@@ -140,6 +140,19 @@ def test_errors_that_are_explained_are_errors_that_there_are() -> None:
             assert part in said, f"nothing says {part!r}"
 
 
+def test_files_that_contributors_are_sent_to_are_there() -> None:
+    names = {path.name for folder in ("zerox", "csrc") for path in (README.parent / folder).rglob("*.*")}
+    page = (README.parent / "CONTRIBUTING.md").read_text()
+    rows = re.search(r"\*\*Where is it\?\*\*(.*)\n\*\*To add an option", page, re.S)
+    assert rows, "the tables were not found"
+    said = set(re.findall(r"[\w/]+\.(?:py|cpp|h|cuh?)\b", rows[1]))
+    assert len(said) > 80
+    assert not {each for each in said if each.split("/")[-1] not in names}
+    said = set(re.findall(r"`((?:zerox|csrc|tests)/[\w./]+)`", (DOCS / "coming-features.md").read_text()))
+    assert len(said) > 40
+    assert not [each for each in said if not (README.parent / each).exists()]
+
+
 def test_links_in_the_docs_lead_somewhere() -> None:
     for page in (README, README.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")):
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):

@@ -20,6 +20,7 @@ WORDS = {
     "remark": "piggyback",
     "whereabouts": "failure detector",
     "farewell": "failure record",
+    "missed rank": "suspected rank",
     "is_straight": "is_zero_copy",
     "sent straight": "sent without a copy",
     "landed": "reduced",

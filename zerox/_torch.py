@@ -148,6 +148,17 @@ def overloads(*names: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
+# Operators that are known for tensors without values.
+TO_COPY = overloads("_to_copy.default")
+ALL_MUL = overloads("_foreach_mul_.Scalar", "_foreach_mul_.Tensor")
+ALL_DIV = overloads("_foreach_div_.Scalar", "_foreach_div_.Tensor")
+ALL_CLAMP_MIN = overloads("_foreach_clamp_min_.Scalar")
+ALL_CLAMP_MAX = overloads("_foreach_clamp_max_.Scalar")
+ALL_ZERO = overloads("_foreach_zero_.default")
+ALL_NORMS = overloads("_foreach_norm.Scalar")
+UNSCALE = overloads("_amp_foreach_non_finite_check_and_unscale_.default")
+
+
 @_needs("torch._amp_foreach_non_finite_check_and_unscale_", "to unscale gradients")
 def unscale(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """As torch's GradScaler does. Without it: unscale_() of placeholders beside plain gradients raises."""

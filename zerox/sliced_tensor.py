@@ -17,8 +17,6 @@ from zerox.plan.environment import STATE_PULL, is_state_pulled
 from zerox.plan.rectangles import Rectangle, rectangles
 from zerox.plan.span import Span
 
-TO_COPY = _torch.overloads("_to_copy.default")
-
 
 class SlicedTensor(Tensor):
     """A tensor of ``shape`` and ``strides``, of which this rank has the elements of ``span``: ``values``, 1-D.
@@ -76,7 +74,7 @@ class SlicedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         self, aten = args[0], torch.ops.aten
         kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.clone.default, *TO_COPY):
+        if func in (aten.detach.default, aten.clone.default, *_torch.TO_COPY):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
             if self.dtype is not torch.uint8 or kwargs.get("dtype") in (None, torch.uint8):
                 return self.fill_with(func(self.own, **kwargs))

@@ -52,16 +52,16 @@ char state_of(int64_t process) {
 
 // The failure record that a rank left in the store when it gave up.
 struct FailureRecord {
-  int missed = kUnknownRank;
-  bool late = false;   // the rank that it missed did not come in time; if not, its connection ended
+  int suspected = kUnknownRank;
+  bool late = false;   // the rank that it suspects did not come in time; if not, its connection ended
   std::string what{};  // the error that it raised itself, else empty
 
-  std::string text() const { return std::to_string(missed) + (late ? " late " : " gone ") + what; }
+  std::string text() const { return std::to_string(suspected) + (late ? " late " : " gone ") + what; }
   static FailureRecord parse(const std::string& text) {
     FailureRecord failure_record;
     std::string how;
     std::istringstream stream(text);
-    stream >> failure_record.missed >> how;
+    stream >> failure_record.suspected >> how;
     failure_record.late = how == "late";
     std::getline(stream >> std::ws, failure_record.what);
     return failure_record;
@@ -105,25 +105,25 @@ struct Search {
     return true;
   }
 
-  // Goes from the rank that was missed to the one that it missed, and so on, up to the one that left no failure record.
-  Blame follow(int missed, bool late) const {
+  // Goes from the suspected rank to the one that it suspects, and so on, up to the one that left no failure record.
+  Blame follow(int suspected, bool late) const {
     std::set<int> seen{rank};
-    while (seen.insert(missed).second) {
+    while (seen.insert(suspected).second) {
       std::optional<FailureRecord> failure_record;
       do {
-        failure_record = failure_record_of(missed);
-      } while (!failure_record && !is_dead(missed) && goes_on());
-      if (!failure_record) failure_record = failure_record_of(missed);  // it may have left one before it died
-      if (!failure_record) return {{missed}, late};
-      if (!failure_record->what.empty()) return {{missed}, false, failure_record->what};
-      if (failure_record->missed == kUnknownRank || failure_record->missed == rank) return {{missed}, late};
-      missed = failure_record->missed;
+        failure_record = failure_record_of(suspected);
+      } while (!failure_record && !is_dead(suspected) && goes_on());
+      if (!failure_record) failure_record = failure_record_of(suspected);  // it may have left one before it died
+      if (!failure_record) return {{suspected}, late};
+      if (!failure_record->what.empty()) return {{suspected}, false, failure_record->what};
+      if (failure_record->suspected == kUnknownRank || failure_record->suspected == rank) return {{suspected}, late};
+      suspected = failure_record->suspected;
       late = failure_record->late;
     }
-    return {{missed}, late};
+    return {{suspected}, late};
   }
 
-  // If the backend does not say which rank it missed: a dead rank without a failure record is to blame, else all ranks
+  // If the backend does not name a rank: a dead rank without a failure record is to blame, else all ranks
   // without one.
   Blame look_around(bool late) const {
     std::vector<int> silent;
@@ -133,8 +133,8 @@ struct Search {
         if (other == rank) continue;
         const std::optional<FailureRecord> failure_record = failure_record_of(other);
         if (failure_record && !failure_record->what.empty()) return {{other}, false, failure_record->what};
-        if (failure_record && failure_record->missed != kUnknownRank && failure_record->missed != rank) {
-          return follow(failure_record->missed, failure_record->late);
+        if (failure_record && failure_record->suspected != kUnknownRank && failure_record->suspected != rank) {
+          return follow(failure_record->suspected, failure_record->late);
         }
         if (!failure_record && is_dead(other)) return {{other}};
         if (!failure_record) silent.push_back(other);
@@ -143,7 +143,9 @@ struct Search {
     return {silent, late};
   }
 
-  Blame find(int missed, bool late) const { return missed == kUnknownRank ? look_around(late) : follow(missed, late); }
+  Blame find(int suspected, bool late) const {
+    return suspected == kUnknownRank ? look_around(late) : follow(suspected, late);
+  }
 };
 
 // The reason without the place in gloo's source, and without gloo's advice.
@@ -259,7 +261,7 @@ void FailureDetector::await(const Awaited& awaited, const Group& group, int peer
   TORCH_CHECK(is_through, "the exchange was aborted");
 }
 
-std::string FailureDetector::miss(int peer, Clock::duration waited, const std::string& reason) {
+std::string FailureDetector::suspect(int peer, Clock::duration waited, const std::string& reason) {
   const std::lock_guard lock(mutex_);
   if (!conclusion_.empty()) return conclusion_;
   // If another thread's wait has run out of time, gloo closes this one's connection too.
@@ -301,9 +303,9 @@ void FailureDetector::end() {
 }
 
 // See Note [A rank that gives up says so].
-void FailureDetector::give_up(int missed, bool late, const std::string& what, int64_t status) {
+void FailureDetector::give_up(int suspected, bool late, const std::string& what, int64_t status) {
   if (store_) {
-    within(kStoreAnswers, [store = store_, key = key_of(rank_), text = FailureRecord{missed, late, what}.text()] {
+    within(kStoreAnswers, [store = store_, key = key_of(rank_), text = FailureRecord{suspected, late, what}.text()] {
       return store->compareSet(key, std::string(), text);  // which waits for the store's answer
     });
   }

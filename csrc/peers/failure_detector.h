@@ -30,9 +30,9 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // exits, gloo does not always see it. (gloo stops reading a connection at a message for a receive that was dropped, so
 // it never comes to the connection's end.)
 //
-// So a rank that gives up leaves a failure record in the store: the rank that it missed, or the error that it raised
+// So a rank that gives up leaves a failure record in the store: the rank that it suspects, or the error that it raised
 // itself. Then it says so in its control blocks (memory_messages.h) and closes its connections, which ends every wait
-// for it. The ranks that are woken read its failure record, and so find the rank that all of them miss. A rank whose
+// for it. The ranks that are woken read its failure record, and so find the rank that all of them suspect. A rank whose
 // connection ends without a failure record is the one that is gone.
 
 constexpr int kUnknownRank = -1;
@@ -96,7 +96,7 @@ class FailureDetector {
       leave(error.what());
       throw;
     } catch (const std::exception& error) {
-      throw std::runtime_error(miss(peer, Clock::now() - start, reason_of(error)));
+      throw std::runtime_error(suspect(peer, Clock::now() - start, reason_of(error)));
     }
   }
 
@@ -118,7 +118,7 @@ class FailureDetector {
   // Gives up because rank `peer` did not answer a call that lasted for `waited`. Returns a text that names the missing
   // rank.
   using Clock = std::chrono::steady_clock;
-  std::string miss(int peer, Clock::duration waited, const std::string& reason);
+  std::string suspect(int peer, Clock::duration waited, const std::string& reason);
 
   // Says to the others that this rank waits for them at `where`, and in no call of zerox's; empty: not any more. See
   // Note [Two waits for each other].
@@ -138,7 +138,7 @@ class FailureDetector {
  private:
   WaitingFor waiting_for(int peer) const;
   std::string advice() const;
-  void give_up(int missed, bool late, const std::string& what, int64_t status = ControlBlock::kGaveUp);
+  void give_up(int suspected, bool late, const std::string& what, int64_t status = ControlBlock::kGaveUp);
 
   Connections connections_;
   c10::intrusive_ptr<c10d::Store> store_;

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from tests.programs import ROOT
+from tests.programs import run_all
 
 # Each rank is a script of its own. The store is where rank 0 puts it, or in a file.
 SCRIPT = """
@@ -51,27 +49,10 @@ print("trained")
 """
 
 
-def run(how: str, folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, str(folder / "train.py")]
-    ranks = [
-        subprocess.Popen(
-            [*command, f"{rank}", how, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [
-        subprocess.CompletedProcess(command, rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)
-    ]
+def run(how: str, folder: Path) -> list[CompletedProcess[str]]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return run_all(script, [[f"{rank}", how, str(folder)] for rank in range(2)], within_s=100)
 
 
 def test_the_others_error_has_the_error_that_ended_a_script(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerox
-from tests.ranks import run_ranks
+from tests.ranks import Pool, run_ranks
 from zerox import FusedShardedAdam
 from zerox.ranks.calls import VARIABLE, say_after
 
@@ -130,11 +133,38 @@ def wait_somewhere(rank: int, world_size: int, place: str, exchange: str, say_s:
 
 
 OVER = [*((place, "direct") for place in PLACES), *(("step() in stage 2", other) for other in ("messages", "native"))]
+UNASKED = ("step() in stage 2", "direct", 0.0)
+WAITS = [*((place, exchange, SAY_S) for place, exchange in OVER), UNASKED]
+
+
+def stand_by(rank: int, world_size: int) -> None:
+    """What ranks import and start would make them late."""
+    train(*make())
+
+
+@functools.cache
+def said_in_all() -> dict[tuple[str, str, float], Future[list[str]]]:
+    """What both ranks said in each wait. All wait at the same time, by ranks of their own: each sleeps for seconds."""
+    pools = [Pool() for _ in WAITS]
+    try:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(pools)) as threads:
+            for pool in pools:  # one by one: they are forked
+                pool.run(stand_by, 2)
+            asked = []
+            for pool, (index, wait) in zip(pools, enumerate(WAITS), strict=True):
+                own = Path(folder, str(index))
+                own.mkdir()
+                asked.append(threads.submit(pool.run, wait_somewhere, 2, *wait, str(own)))
+            threads.shutdown()
+        return dict(zip(WAITS, asked, strict=True))
+    finally:
+        for pool in pools:
+            pool.close()
 
 
 @pytest.mark.parametrize(("place", "exchange"), OVER)
-def test_a_rank_that_waits_says_where_and_for_whom_and_once(place: str, exchange: str, tmp_path: Path) -> None:
-    waits, is_waited_for = run_ranks(wait_somewhere, 2, place, exchange, SAY_S, str(tmp_path))
+def test_a_rank_that_waits_says_where_and_for_whom_and_once(place: str, exchange: str) -> None:
+    waits, is_waited_for = said_in_all()[place, exchange, SAY_S].result()
     lines = [line for line in waits.splitlines() if "has waited" in line]
     assert lines, waits
     found = [re.match(LINE, line) for line in lines]
@@ -145,8 +175,8 @@ def test_a_rank_that_waits_says_where_and_for_whom_and_once(place: str, exchange
     assert "has waited" not in is_waited_for
 
 
-def test_who_asks_for_no_such_lines_gets_none(tmp_path: Path) -> None:
-    for said in run_ranks(wait_somewhere, 2, "step() in stage 2", "direct", 0.0, str(tmp_path)):
+def test_who_asks_for_no_such_lines_gets_none() -> None:
+    for said in said_in_all()[UNASKED].result():
         assert "has waited" not in said
 
 

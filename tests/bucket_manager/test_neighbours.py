@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,10 +123,17 @@ def trained(rank: int, _: int, where: str, dtype: torch.dtype, stage: int, cap: 
     return [*map(bits_of, [*model.parameters(), *norms])], optimizer.inside.manager.traffic
 
 
-@pytest.mark.parametrize("cap", [0.5, 64])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+# Half of the product: any three of the four choices meet in all ways.
+CHOICES = [
+    (world_size, dtype, stage, cap)
+    for (i, world_size), (j, dtype), (k, stage), (m, cap) in itertools.product(
+        *map(enumerate, ((2, 3), (torch.float32, torch.bfloat16), (1, 2), (0.5, 64)))
+    )
+    if (i + j + k + m) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("world_size", "dtype", "stage", "cap"), CHOICES, ids=str)
 def test_results_do_not_show_how_gradients_and_parameters_travelled(
     world_size: int, dtype: torch.dtype, stage: int, cap: float
 ) -> None:

@@ -111,7 +111,8 @@ def follow(rank: int, world_size: int, names: list[str], dtype: torch.dtype, opt
         assert pair.theirs.param_groups[0].get("k") == pair.ours.param_groups[0].get("k")
 
 
-@pytest.mark.parametrize(("world_size", "stage"), BOTH)
+# A rank alone has the same gradients in both stages, and two cut as three do.
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_every_elementwise_class_has_the_bits_that_it_has_unsharded(world_size: int, stage: int) -> None:
     """foreach or not, in float32 and with bfloat16 parameters and float32 masters, in turn over the stages."""
     names = list(ELEMENTWISE)

@@ -52,27 +52,45 @@ class Case:
 
 WITH_BIAS = {"bias": True}
 SP = {"sequence": True, "model": {"scaled": False}}
-CASES = {
-    f"{name}, stage {stage}": Case(stage=stage, **options)
-    for stage in (2, 1, 3)
-    for name, options in {
-        "tensor": PROMISED,
-        "sequence": {**SP, **PROMISED},
-        "biases": {**SP, "model": {"scaled": False, **WITH_BIAS}},
-        "uneven": {"model": {"hidden": 7}, **PROMISED},
-        "empty on one rank": {"model": {"hidden": 1, **WITH_BIAS}},
-        "two backwards": {**SP, "micro": 2},
-        "no_sync": {**SP, "micro": 2, "late": True},
-        "zeros": {**SP, "zero": "zeros", "micro": 2},
-        "by the model": {**SP, "zero": "by the model"},
-        "absent": {**SP, "idle": (1, 2, 4)},
-        "largest": {**SP, "order": math.inf, "most": 0.02},
-        "hidden gathers": {**SP, "hides": True},
-        "small buckets": {**SP, "options": {"bucket_cap_mb": 0.001}},
-        "wire of 64 bits": {**SP, "dtype": torch.float64},
-    }.items()
+KINDS: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "sequence": SP,
+    "biases": {**SP, "model": {"scaled": False, **WITH_BIAS}},
+    "uneven": {"model": {"hidden": 7}},
+    "empty on one rank": {"model": {"hidden": 1, **WITH_BIAS}},
+    "two backwards": {**SP, "micro": 2},
+    "no_sync": {**SP, "micro": 2, "late": True},
+    "zeros": {**SP, "zero": "zeros", "micro": 2},
+    "by the model": {**SP, "zero": "by the model"},
+    "absent": {**SP, "idle": (1, 2, 4)},
+    "largest": {**SP, "order": math.inf, "most": 0.02},
+    "hidden gathers": {**SP, "hides": True},
+    "small buckets": {**SP, "options": {"bucket_cap_mb": 0.001}},
+    "wire of 64 bits": {**SP, "dtype": torch.float64},
+}
+# How a parameter is cut is known before there is a stage, and how gradients are cleared does not know of it.
+IN_STAGE = {
+    2: tuple(KINDS),
+    # Gradients are whole there.
+    1: (
+        "tensor",
+        "sequence",
+        "uneven",
+        "empty on one rank",
+        "two backwards",
+        "no_sync",
+        "zeros",
+        "absent",
+        "wire of 64 bits",
+    ),
     # Where a rank has nothing of a layer, torch gathers its weights: a collective, which stage 3 refuses.
-    if stage < 3 or name in ("sequence", "biases", "uneven", "no_sync", "absent", "small buckets")
+    3: ("sequence", "biases", "uneven", "no_sync", "absent", "small buckets"),
+}
+LONG = ("tensor", "sequence", "uneven")
+CASES = {
+    f"{name}, stage {stage}": Case(stage=stage, **KINDS[name], **(PROMISED if name in LONG else {}))
+    for stage, names in IN_STAGE.items()
+    for name in names
 }
 
 

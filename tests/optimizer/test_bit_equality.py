@@ -111,7 +111,7 @@ def test_overlap_and_repetition_don_t_show(world_size: int, stage: int) -> None:
 def test_instruction_sets_don_t_show(case: str) -> None:
     options = {"clip": 0.1, "bucket_cap_mb": SMALL, **CASES[case]}
     reference = run_ranks(train_rank, 2, options, "scalar")
-    for isa in _C.supported_isas():
+    for isa in set(_C.supported_isas()) - {"scalar"}:
         assert_same(run_ranks(train_rank, 2, options, isa), reference)
 
 

@@ -42,7 +42,7 @@ LAST = "\nprint(ctypes.CDLL(None).num_late())"
 
 def assert_ends_well(last: str, folder: Path) -> None:
     with patch.dict(os.environ, {"LD_PRELOAD": str(library(LIBRARY, ("-O1",)))}):
-        for printed in run_programs(PROGRAM + last + LAST, folder):
+        for printed in run_programs(PROGRAM + last + LAST, folder, forked=False):
             assert int(printed) > 0, "no thread was late"
 
 
@@ -81,4 +81,4 @@ dist.destroy_process_group()
 
 
 def test_a_program_ends_well_though_gradients_are_on_their_way(tmp_path: Path) -> None:
-    run_programs(IN_THE_AIR, tmp_path)
+    run_programs(IN_THE_AIR, tmp_path, forked=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from tests.programs import ROOT, run_programs
+from tests.programs import run_all, run_programs
 
 NAMES = ("_FrameExecStrategy", "_FrameAction", "set_code_exec_strategy")
 TRAINS = """
@@ -36,29 +35,33 @@ runpy.run_module("zerox", run_name="__main__")
 """
 
 
-def run(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+def run(source: str, folder: Path) -> CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(source)
+    [ended] = run_all(script, [[]])
+    return ended
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zerox_imports_and_trains_without_a_name_of_dynamo(name: str) -> None:
-    found = run(TRAINS.format(name=name))
+def test_zerox_imports_and_trains_without_a_name_of_dynamo(name: str, tmp_path: Path) -> None:
+    found = run(TRAINS.format(name=name), tmp_path)
     assert found.stdout == "trained\n", found.stderr
     assert "UserWarning: zerox: torch 2." in found.stderr
     assert "lacks names by which overlap_gather() tells Dynamo of its hooks" in found.stderr
 
 
-def test_env_reports_whatever_else_can_t_be_imported() -> None:
-    found = run(ASKS.format(break_it="del torch.distributed.algorithms.join.Joinable"))
+def test_env_reports_whatever_else_can_t_be_imported(tmp_path: Path) -> None:
+    found = run(ASKS.format(break_it="del torch.distributed.algorithms.join.Joinable"), tmp_path)
     assert found.returncode == 1
     assert "extension             loaded" in found.stdout
     assert "package               cannot be used: zerox: AttributeError: module 'torch" in found.stdout
     assert "NVIDIA driver" in found.stdout
 
 
-def test_every_name_raises_why_zerox_can_t_be_imported() -> None:
+def test_every_name_raises_why_zerox_can_t_be_imported(tmp_path: Path) -> None:
     found = run(
-        "import torch.distributed.algorithms.join as join\ndel join.Joinable\nimport zerox\nzerox.FusedShardedAdam\n"
+        "import torch.distributed.algorithms.join as join\ndel join.Joinable\nimport zerox\nzerox.FusedShardedAdam\n",
+        tmp_path,
     )
     assert "ImportError: zerox: AttributeError: module 'torch" in found.stderr
     assert "direct cause" in found.stderr  # with the lines where it happened

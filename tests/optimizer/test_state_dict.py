@@ -16,6 +16,7 @@ from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import KINDS, backward, batch, make_model, make_optimizer
 from tests.pull.shares import with_shares
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from zerox import FusedShardedAdam
 
 
@@ -76,10 +77,14 @@ def restart(
     return all(loaded), all(trained), len(loaded)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 3])
+# A copy and a pickle take tensors as they are; torch.save() has a format for each dtype.
+FEW = ("fp32", "bf16 remainder", "three rules, 8-bit state")
+
+
+@pytest.mark.parametrize(("kind", "world_size"), thinned(KINDS, FEW, [1, 3], [3]))
 def test_state_of_every_kind_is_restored_to_the_bit_and_training_goes_on(world_size: int, kind: str) -> None:
-    for way, stage in zip(WAYS, (1, 2, 2), strict=True):
+    ways = dict(zip(WAYS, (1, 2, 2), strict=True))
+    for way, stage in ways.items() if kind in FEW else [(through_torch_save.__name__, 2)]:
         results = run_ranks(restart, world_size, kind, way, stage, (True, True))
         assert all((loaded, trained) == (True, True) for loaded, trained, _ in results), way
         num_params = len(list(make_model().parameters()))

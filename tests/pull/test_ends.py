@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.optimizer.test_full_state import train
-from tests.programs import ROOT, run_programs
+from tests.programs import Program, run_programs
 from tests.pull.test_rank_0_saves import assert_same, full, loaded, made, saved
 from tests.ranks import run_ranks
 
@@ -107,17 +104,10 @@ def test_ranks_that_are_spawned_are_read_too(script: str, tmp_path: Path) -> Non
     assert run_programs(script, tmp_path, "returns", "1", "60")[0] == "saved\n"
 
 
-def start(source: str, folder: Path, how: str, stage: int, timeout: float) -> list[subprocess.Popen[str]]:
-    (folder / "rank.py").write_text(source)
-    return [
-        subprocess.Popen(
-            [sys.executable, str(folder / "rank.py"), f"{rank}", str(folder / "store"), how, f"{stage}", f"{timeout}"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
+def start(source: str, folder: Path, how: str, stage: int, timeout: float) -> list[Program]:
+    script = folder / "rank.py"
+    script.write_text(source)
+    return [Program(script, [f"{rank}", str(folder / "store"), how, f"{stage}", f"{timeout}"]) for rank in range(2)]
 
 
 # Rank 1 is through, and rank 0 sleeps.
@@ -142,27 +132,25 @@ if "handled" in how:
 )
 
 
-def ends_at_once(how: str, ranks: list[subprocess.Popen[str]]) -> None:
+def ends_at_once(how: str, ranks: list[Program]) -> None:
     """Rank 1."""
     first, second = ranks
     try:
-        assert second.stderr is not None
-        lines = iter(second.stderr.readline, "")
-        assert any(line == "is through\n" for line in lines)
+        lines = second.lines(60.0)
+        assert "is through" in lines
         begun = time.monotonic()
         if how != "raises":
             assert "rank 1 has come to the end of its script, and stays for rank 0, which may read" in next(lines)
         if "SIG" in how:
             second.send_signal(signal.Signals[how.split()[-1]])
         elif how == "killed":
-            first.kill()
+            first.send_signal(signal.SIGKILL)
         second.wait(20)
         assert time.monotonic() - begun < 10
         assert second.returncode == {"SIGTERM": -signal.SIGTERM, "raises": 1}.get(how, 0)
     finally:
         for each in (first, second):
-            each.kill()
-            each.communicate()
+            each.close()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zerox import _torch
-from zerox._torch import overloads
 from zerox.grads.placeholder import Answers, ShardedGrad, Unreadable, no_values
 
 
@@ -224,23 +223,23 @@ PRODUCTS = {
     "div_": (aten.div_.Tensor, aten.div_.Scalar),
 }
 ON_SEVERAL = {
-    "mul_": overloads("_foreach_mul_.Scalar", "_foreach_mul_.Tensor"),
-    "div_": overloads("_foreach_div_.Scalar", "_foreach_div_.Tensor"),
-    "clamp_min_": overloads("_foreach_clamp_min_.Scalar"),
-    "clamp_max_": overloads("_foreach_clamp_max_.Scalar"),
+    "mul_": _torch.ALL_MUL,
+    "div_": _torch.ALL_DIV,
+    "clamp_min_": _torch.ALL_CLAMP_MIN,
+    "clamp_max_": _torch.ALL_CLAMP_MAX,
 }
 HANDLERS: dict[Any, Handler] = {
     # Module.to() and .to_empty() call these two for each p.grad.
-    **dict.fromkeys((aten.empty_like.default, *overloads("_to_copy.default")), _copy),
+    **dict.fromkeys((aten.empty_like.default, *_torch.TO_COPY), _copy),
     aten.zero_.default: _zero,
-    **dict.fromkeys(overloads("_foreach_zero_.default"), _all_zeroed),
+    **dict.fromkeys(_torch.ALL_ZERO, _all_zeroed),
     aten.detach.default: _itself,
     **{func: _note(name) for name, funcs in IN_PLACE.items() for func in funcs},
     **{func: _times(name) for name, funcs in PRODUCTS.items() for func in funcs},
     **{func: _all_noted(name) for name, funcs in ON_SEVERAL.items() for func in funcs},
     aten.linalg_vector_norm.default: _norm,
-    **dict.fromkeys(overloads("_foreach_norm.Scalar"), _all_norms),
-    **dict.fromkeys(overloads("_amp_foreach_non_finite_check_and_unscale_.default"), _unscale),
+    **dict.fromkeys(_torch.ALL_NORMS, _all_norms),
+    **dict.fromkeys(_torch.UNSCALE, _unscale),
     aten.abs.default: _abs,
     aten.isnan.default: _is_nan,
     aten.eq.Tensor: _with_itself(NO_NAN),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from zerox import _torch
 from zerox.plan.span import Span
-from zerox.sliced_tensor import TO_COPY, SlicedTensor
+from zerox.sliced_tensor import SlicedTensor
 
-KEPT = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, *TO_COPY)
+KEPT = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, *_torch.TO_COPY)
 MAKES = _torch.overloads(  # of which only the shape is read
     *("empty_like.default", "zeros_like.default", "ones_like.default", "full_like.default", "rand_like.default"),
     *("randn_like.default", "new_empty.default", "new_zeros.default", "new_ones.default", "new_full.default"),
