@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,7 +15,6 @@ from zerox.memory.left_bucket import LeftBucket
 from zerox.memory.row_table import RowTable
 from zerox.memory.table_buffer import TableBuffer
 from zerox.model_names import all_quoted
-from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
 from zerox.plan.span import Span
@@ -76,31 +75,61 @@ class NewBuckets:
         first = self.ranks.shard_of(self.ranks.rank) // together * together
         return Span(layout.shard_span(first).start, layout.shard_span(first + together - 1).stop)
 
-    def take_frozen(self, planned: Sequence[tuple[BucketPlan, Sequence[Member]]]) -> list[FrozenBucket]:
-        made: list[FrozenBucket] = []
-        for plan, inside in planned:
-            bucket = FrozenBucket(plan, inside, self.make_buffer)
-            if bucket.buffer.left is None:
-                self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
-            made.append(bucket)
+    def add(
+        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+    ) -> Generator[Bucket | FrozenBucket, None, None]:
+        """Adds ``tables`` that are new, and buckets, which have no values yet and fit: see check_room(). Then yields
+        each bucket with this rank's values, in which the caller puts those that are the same on all ranks, into the
+        shard too; and it may be released when the next one is asked for. Collective.
+
+        See Note [A new bucket is filled] in csrc/residency/filling.h.
+        """
+        buckets: list[Bucket | FrozenBucket] = [*trained, *frozen]
+        first = len(self.all)
+        made = [*self._named(buckets), *self._named_tables(tables, first + len(buckets))]
+        places = self._tell_places(made)
+        self.residents.set_limit(self.check_room([]))
+        try:
+            for index, (each, by_rank) in enumerate(zip(made, places, strict=True), first):
+                if isinstance(each.buffer, TableBuffer) or each.buffer.left is not None:
+                    each.buffer.share_out(self.residents, index, by_rank)
+            for index, bucket in enumerate(buckets, first):
+                buffer = buffer_of(bucket)
+                was_filled = buffer.left is not None
+                if not was_filled:
+                    buffer.fill(self.residents, index)
+                yield bucket
+                if not was_filled:
+                    buffer.share_out(self.residents, index, places[index - first])
+            self.residents.end_filling()
+        finally:
+            self.residents.give_up_filling()  # what the caller, or the above, raised before: no rank waits for it
+
+    def _named(self, buckets: Sequence[Bucket | FrozenBucket]) -> list[Resident]:
+        """Those that are trained, then the frozen ones."""
+        num_frozen = len(self.all) - len(self.index_of) - len(self.tables)
+        made = []
+        for place, bucket in enumerate(buckets, len(self.all)):
+            if isinstance(bucket, Bucket):
+                index = len(self.index_of)
+                self.index_of[index] = place
+            else:
+                index, num_frozen = num_frozen, num_frozen + 1
+            made.append(Resident(bucket.describe(index), bucket.members, buffer_of(bucket)))
         return made
 
-    def add(
-        self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
-    ) -> None:
-        """New ones, which have their values and fit: see check_room(). Of ``tables`` those that are new. Collective."""
-        first, num_frozen = len(self.all), len(self.all) - len(self.index_of) - len(self.tables)
-        self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
-        added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
-        made = [Resident(bucket.describe(index), bucket.members, buffer_of(bucket)) for index, bucket in added]
+    def _named_tables(self, tables: Sequence[RowTable], first: int) -> list[Resident]:
         new = [table for table in tables if table.member.number not in self.tables]
         names = all_quoted([(table.member.name, table.param) for table in new])
-        self.tables |= {table.member.number: first + len(made) + count for count, table in enumerate(new)}
-        made += [
+        self.tables |= {table.member.number: place for place, table in enumerate(new, first)}
+        return [
             Resident(f"table {name}", [table.member], TableBuffer(table, self.residents))
             for name, table in zip(names, new, strict=True)
         ]
-        holders = holders_of(self.ranks)
+
+    def _tell_places(self, made: Sequence[Resident]) -> list[list[C.ShardPlace]]:
+        """Adds these to the residents. Returns where all ranks have the shards of each. Collective."""
+        first, holders = len(self.all), holders_of(self.ranks)
         readable = [process * (rank in holders) for rank, process in enumerate(self.neighbours)]
         mapped = map_shards(self.ranks, readable, [each.buffer.own for each in made])
         with handing_over(self.ranks, self.left.values()):
@@ -116,13 +145,13 @@ class NewBuckets:
         told = [each.split() for each in self.ranks.all_gather_text(text)]
         self.residents.identity = self.residents.identity or " ".join(each[0] for each in told)
         everyone = [[int(number) for number in each[1:]] for each in told]
-        self.residents.set_limit(self.check_room([]))
-        for count, of_others in enumerate(mapped):
-            by_rank = [
+        return [
+            [
                 C.ShardPlace(everyone[rank][2 * count], everyone[rank][2 * count + 1], of_others.get(rank))
                 for rank in in_order(self.ranks)
             ]
-            self.residents.set_places(first + count, by_rank)
+            for count, of_others in enumerate(mapped)
+        ]
 
     def check_room(self, added: Sequence[tuple[str, int]]) -> float:
         whole = [(each.name, each.nbytes) for each in self.all if each.buffer.is_read_whole]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox import _torch
-from zerox.memory.bucket import Bucket, FrozenBucket, Member
+from zerox.memory.bucket import Bucket, FrozenBucket
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.model_names import in_text
 from zerox.options import OptimizerOptions
 from zerox.params.params import ParamGather
-from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.stage import SHARDED
 from zerox.ranks.calls import named
@@ -90,6 +89,11 @@ class Residency:
         self.depth = 0  # how many whole() are open
         self.under_way: ShardWrite | None = None
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks over which parameters are sharded."""
+        return holders_of(self.ranks)
+
     def _neighbours(self) -> tuple[int, ...]:
         """Also with parameters on an accelerator: others read in the host's memory how far a shard has come."""
         ranks = self.ranks
@@ -114,16 +118,10 @@ class Residency:
         """Which of these buckets a deleted optimizer has left, on all ranks. Collective."""
         self.new.find_left(planned)
 
-    def take_frozen(
-        self, members: Sequence[Member], planned: Sequence[tuple[BucketPlan, Sequence[Member]]]
-    ) -> list[FrozenBucket]:
-        return self.new.take_frozen(planned)
-
     def add_buckets(
-        self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
-    ) -> None:
-        """New ones, which have their values and fit: see check_room(). Of ``tables`` those that are new. Collective."""
-        self.new.add(trained, frozen, tables)
+        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+    ) -> Generator[Bucket | FrozenBucket, None, None]:
+        return self.new.add(trained, frozen, tables)
 
     def check_room(self, added: Sequence[tuple[str, int]]) -> float:
         return self.new.check_room(added)
