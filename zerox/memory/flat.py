@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.left_bucket import LeftBucket
-from zerox.memory.pages import zeros
+from zerox.memory.pages import empty, zeros
 from zerox.model_names import quote
 from zerox.plan.layout import Layout
 from zerox.plan.span import Span
@@ -122,7 +122,7 @@ class ShardedBuffer(FlatBuffer):
         self.own_shards = own_shards
         self.left = left
         self.homes: list[Tensor] = []
-        self.own = left.shard if left else zeros(own_shards.numel, params[0].dtype, params[0].device, place=1)
+        self.own = left.shard if left else empty(own_shards.numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, room.tensor(params[0].dtype))
         places = zip(self.shapes, self.strides, layout.offsets, strict=True)
         self.homes = [C.view_unseen(self.flat, *place) for place in places]
