@@ -123,11 +123,18 @@ void bind_residency(py::module_& m) {
       .def(
           "place", [](Residency& self, int64_t bucket) { return self->place(bucket); }, py::arg("bucket"), Release())
       .def(
+          "begin_fill", [](Residency& self, int64_t bucket) { self->filling().begin(bucket); }, py::arg("bucket"),
+          Release())
+      .def(
           "set_places",
           [](Residency& self, int64_t bucket, std::vector<ShardPlace> by_rank) {
-            self->set_places(bucket, std::move(by_rank));
+            self->filling().end(bucket, std::move(by_rank));
           },
           py::arg("bucket"), py::arg("by_rank"), Release())
+      .def(
+          "end_filling", [](Residency& self) { self->filling().await_all(); }, Release())
+      .def(
+          "give_up_filling", [](Residency& self) { self->filling().give_up(); }, Release())
       .def(
           "begin_update", [](Residency& self) { self->begin_update(); }, Release())
       .def(

@@ -63,7 +63,7 @@ namespace zx {
 //   a bucket's memory: comes, goes         who fetches or releases it       readers             its pins (Uses) and
 //                                                                                                 state (Cache)
 //   AddressMap                             optimizer's caller               readers             none, it is atomic
-//   SharedStamps                           Publisher                        other ranks         none, they are atomic
+//   SharedStamps                           Publisher                        other ranks, all    none, they are atomic
 //   Publisher's digests, AddressMap's      optimizer's caller               the same            none
 //     snapshots
 //   a DeviceRoom, and its RoomStreams      who fetches, releases or reads   the same            DeviceRoom::mutex_

@@ -126,8 +126,6 @@ AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, Hidd
   for (char* start : {data(), apart_.data()}) {
     (void)madvise(start, reserved_bytes_ / kChunk * kChunk, spare_ == nullptr ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
   }
-  protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
-  count_more(reserved_bytes_);
 }
 
 AddressRange::~AddressRange() { count(-static_cast<int64_t>(counted_)); }
@@ -161,8 +159,12 @@ void AddressRange::restore() {
     drop(data(), reserved_bytes_);
   }
   counted_ += done;
+  used_before_ = done;
   count_more(reserved_bytes_ - counted_);
 }
+
+// The system's new pages are zero.
+void AddressRange::clear() { std::memset(filled(), 0, std::min(used_before_, bytes_)); }
 
 void AddressRange::end_fetch() {
   if (!is_apart_) return;
@@ -217,6 +219,7 @@ AddressRange::~AddressRange() = default;
 void AddressRange::release() {}
 void AddressRange::restore() {}
 void AddressRange::end_fetch() {}
+void AddressRange::clear() {}
 void AddressRange::let_write(bool /*may*/) {}
 void AddressRange::hide() {}
 void AddressRange::restore_in_child() {}

@@ -74,8 +74,8 @@ class ReservedAddresses {
 // Any thread may call any of these; the caller sees to it that nobody reads meanwhile.
 class AddressRange final : public Room, public std::enable_shared_from_this<AddressRange> {
  public:
-  // Has memory at first, all zero. Without `spare`, which moves whole chunks: a range of which parts may have memory, a
-  // page at a time. It gives none up to others.
+  // Has no memory at first. Without `spare`, which moves whole chunks: a range of which parts may have memory, a page
+  // at a time. It gives none up to others.
   static std::shared_ptr<AddressRange> make(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden);
   ~AddressRange() override;
   AddressRange(const AddressRange&) = delete;
@@ -90,6 +90,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void release() override;
   void restore() override;
   void end_fetch() override;
+  void clear() override;
   void let_write(bool may) override;
   void let_ask(bool may) override { asked_.let_ask(may); }
   void restore_in_child() override;
@@ -127,8 +128,9 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   ReservedAddresses reserved_;
   ReservedAddresses apart_;  // where its memory is filled
   bool is_apart_ = false;
-  size_t counted_ = 0;      // of these, in use
-  bool has_memory_ = true;  // all of it
+  size_t counted_ = 0;       // of these, in use
+  size_t used_before_ = 0;   // from the start, in pages that restore() took from others
+  bool has_memory_ = false;  // all of it
   std::shared_ptr<SparePages> spare_;
   AskedStorages asked_;
 };

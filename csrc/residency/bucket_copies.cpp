@@ -59,7 +59,7 @@ void BucketCopies::make_space(size_t bytes, const char* reader, Locked lock) {
                     " MiB at once, more than resident_mb=", mib(cache_.limit()),
                     " allows. They are all whole while it runs. Nothing is wrong but the memory that it takes");
   }
-  const size_t most_spare = cache_.spare_bytes(bytes);
+  const size_t most_spare = cache_.spare_bytes(bytes, bytes / SparePages::kChunkBytes * SparePages::kChunkBytes);
   if (rooms_.spare().bytes() > most_spare) rooms_.spare().trim(most_spare);
 }
 
@@ -77,7 +77,8 @@ void BucketCopies::release_if_free(int64_t bucket, Locked lock) {
 }
 
 void BucketCopies::forbid_writes(int64_t bucket, Locked /*lock*/) {
-  if (buckets_[bucket]->room != nullptr && !uses_.may_be_written(bucket)) buckets_[bucket]->room->let_write(false);
+  const ShardedBucket& sharded = *buckets_[bucket];
+  if (sharded.room != nullptr && sharded.is_filled() && !uses_.may_be_written(bucket)) sharded.room->let_write(false);
 }
 
 void BucketCopies::end(Locked lock) {

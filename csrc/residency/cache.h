@@ -76,8 +76,10 @@ class Cache {
   size_t take_most_bytes() { return std::exchange(most_bytes_, resident_bytes_); }
   // Whether the limit is passed with so many bytes more.
   bool is_full(size_t more) const { return resident_bytes_ + more > limit_; }
-  // How much of spare memory is not too much, if `more` bytes are about to be taken from it.
-  size_t spare_bytes(size_t more) const { return limit_ - std::min(limit_, resident_bytes_ + more) + more; }
+  // How much of spare memory is not too much, if `more` bytes are about to come, `reused` of them from it.
+  size_t spare_bytes(size_t more, size_t reused) const {
+    return limit_ - std::min(limit_, resident_bytes_ + more) + reused;
+  }
 
   // ---- what goes
 

@@ -44,15 +44,7 @@ at::Tensor as_rows(const at::Tensor& values, size_t row_bytes) {
 }  // namespace
 
 std::shared_ptr<DeviceRoom> DeviceRoom::make(size_t bytes, c10::Stream fetches) {
-  std::shared_ptr<DeviceRoom> made(new DeviceRoom(bytes, fetches));
-  made->restore();
-  {
-    const UnseenOn on_fetches(fetches);
-    made->memory_.zero_();
-  }
-  made->streams_.note_arrival();
-  made->begin_use();
-  return made;
+  return std::shared_ptr<DeviceRoom>(new DeviceRoom(bytes, fetches));
 }
 
 DeviceRoom::DeviceRoom(size_t bytes, c10::Stream fetches)
@@ -100,6 +92,14 @@ void DeviceRoom::restore() {
   const UnseenOn on_fetches(streams_.fetches());
   memory_ = at::empty({static_cast<int64_t>(bytes_)}, at::TensorOptions(streams_.device()).dtype(at::kByte));
   move_to(static_cast<char*>(memory_.mutable_data_ptr()));
+}
+
+void DeviceRoom::clear() {
+  const std::lock_guard lock(mutex_);
+  const UnseenOn on_fetches(streams_.fetches());
+  streams_.await_readers();
+  memory_.zero_();
+  streams_.note_arrival();
 }
 
 void DeviceRoom::move_to(char* address) {

@@ -54,6 +54,7 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   at::Tensor with_own_storage(const at::Tensor& view) override;
   void release() override;
   void restore() override;
+  void clear() override;
   void let_write(bool /*may*/) override {}
   void restore_in_child() override {}  // no child may use the device
   Inbox inbox() override;

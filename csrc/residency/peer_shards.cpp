@@ -38,6 +38,10 @@ std::vector<int> PeerShards::others(bool neighbours, int count) const {
   return found;
 }
 
+void PeerShards::await_filled(const std::vector<ShardPlace>& places) const {
+  for (const int peer : others(true, num_holders_)) await(peer, places.at(peer), ShardStamp::version, 0);
+}
+
 void PeerShards::add(const at::Tensor& shard, const SharedStamps& stamps) const {
   if (server_) server_->add(shard, stamps);
 }
@@ -51,6 +55,7 @@ void PeerShards::come_no_more() const {
 }
 
 void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
+  if (places.empty()) throw std::runtime_error("the call that was to add them to the optimizer has raised");
   std::vector<Awaited> awaited;
   for (const int peer : others(false, num_holders_)) {
     std::vector<BytePiece> pieces = target.pieces_of(peer);
@@ -161,6 +166,7 @@ int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, i
     };
     Pause pause;
     while (!is_there()) {
+      if (found == kNeverFilled) throw std::runtime_error("it has raised before it had these values");
       if (linger_ != nullptr && linger_->has_ended(ranks_[rank]) && !is_there()) throw std::runtime_error(kHasEnded);
       if (pause.waited() > timeout_) throw std::runtime_error("timed out");
       LongWait::check();

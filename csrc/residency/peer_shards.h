@@ -28,7 +28,8 @@ namespace zx {
 // [Neighbours]), or asks for them (see Note [Shards by message]), in any order, as often as it likes, whatever they do
 // meanwhile. Beside its shard each rank has a few stamps, which say of which step the shard is:
 //
-//   version  rises when step() has written the shard. A rank at version n waits until its peers' shards reach n.
+//   version  rises when step() has written the shard. A rank at version n waits until its peers' shards reach n. It is
+//            negative until the shard has its first values: see Note [A new bucket is filled]
 //   written  rises when an operator outside step() has written this rank's copy of the bucket (load_state_dict, p.mul_)
 //   stored   rises when that was taken over into the shard
 //   came     rises when the rank comes to synchronize with all others, also in a collective of the script's own
@@ -108,6 +109,8 @@ class PeerShards {
   // The others' shards of a bucket. `wanted` says how far they must have come. `places`: by rank. Throws
   // std::runtime_error that names the rank that is missing.
   void fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const;
+  // Returns when all have a new bucket's first values, of those whose memory can be read. Throws as fetch().
+  void await_filled(const std::vector<ShardPlace>& places) const;
   // Returns when all have written a bucket so often, or it is clear that some do not. `came`: how often this rank has
   // come to synchronize. Throws as fetch().
   Written await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written, int64_t came) const;

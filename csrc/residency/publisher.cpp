@@ -18,13 +18,29 @@ std::vector<ShardedBucket*> Publisher::all() const {
   return found;
 }
 
-void Publisher::announce(ShardedBucket& sharded) {
-  sharded.room->serve(sharded.shard, sharded.served, {});
-  sharded.stamps.at(ShardStamp::version) = version_;
+void Publisher::announce(ShardedBucket& sharded, bool is_filled) {
+  if (is_filled) sharded.room->serve(sharded.shard, sharded.served, {});
+  sharded.stamps.at(ShardStamp::version) = is_filled ? version_ : kNotFilled;
   sharded.stamps.at(ShardStamp::came) = came_;
   sharded.address = sharded.shard.const_data_ptr();
   peers_->add(sharded.served, sharded.stamps);
   digests_.push_back(0);
+}
+
+void Publisher::publish_first(ShardedBucket& sharded) {
+  sharded.room->serve(sharded.shard, sharded.served, {});
+  {
+    const BucketCopies::Lock lock(copies_.mutex);
+    sharded.stamps.at(ShardStamp::version).store(version_, std::memory_order_release);
+  }
+  peers_->stamps_changed();
+}
+
+void Publisher::give_up_filling() {
+  for (ShardedBucket* sharded : all()) {
+    if (!sharded->is_filled()) sharded->stamps.at(ShardStamp::version) = kNeverFilled;
+  }
+  peers_->stamps_changed();
 }
 
 // ---- step()
@@ -57,7 +73,9 @@ void Publisher::publish(int64_t bucket, const at::Tensor& rows) {
 void Publisher::end_update(bool any_written) {
   for (ShardedBucket* sharded : all()) {
     const bool is_published = sharded->stamps.get(ShardStamp::version) == version_ + 1;
-    if (any_written && !is_published) sharded->room->serve(sharded->shard, sharded->served, {});
+    if (any_written && !is_published && sharded->is_filled()) {
+      sharded->room->serve(sharded->shard, sharded->served, {});
+    }
   }
   {
     const BucketCopies::Lock lock(copies_.mutex);
@@ -65,6 +83,7 @@ void Publisher::end_update(bool any_written) {
     copies_.note(ResidencyEvent::Kind::step, -1, lock);
     for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
       ShardedBucket& sharded = copies_[bucket];
+      if (!sharded.is_filled()) continue;
       sharded.stamps.at(ShardStamp::version).store(version_, std::memory_order_release);
       copies_.uses(lock).let_go(bucket, Stays::lent);
       Copy& copy = copies_.cache(lock)[bucket];
@@ -243,7 +262,7 @@ std::vector<int64_t> Publisher::written_inside() const {
   await_pulls();
   std::vector<int64_t> found;
   for (const ShardedBucket* sharded : all()) {
-    if (sharded->room->digest() != digests_.at(sharded->index)) found.push_back(sharded->index);
+    if (sharded->is_filled() && sharded->room->digest() != digests_.at(sharded->index)) found.push_back(sharded->index);
   }
   return found;
 }

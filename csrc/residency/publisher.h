@@ -27,8 +27,11 @@ class Publisher {
     state_ = state;
   }
 
-  // Before others read a new bucket's shard. The bucket is added afterwards.
-  void announce(ShardedBucket& sharded);
+  // Before others know of a new bucket, which is added afterwards. `is_filled`: it and its shard have their values.
+  void announce(ShardedBucket& sharded, bool is_filled);
+  // The shard has its first values; or those that have none yet never will.
+  void publish_first(ShardedBucket& sharded);
+  void give_up_filling();
   // The step whose values the shards have: what is fetched must be of the same.
   int64_t version(BucketCopies::Locked /*lock*/) const { return version_; }
 

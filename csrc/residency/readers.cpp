@@ -50,6 +50,11 @@ void Readers::forget_addresses_of(const Room& room, BucketCopies::Locked /*lock*
 }
 
 int64_t Readers::bucket_of(const at::Tensor& tensor) const {
+  const int64_t bucket = place_of(tensor);
+  return bucket >= 0 && copies_[bucket].is_filled() ? bucket : -1;
+}
+
+int64_t Readers::place_of(const at::Tensor& tensor) const {
   if (tensor.is_cpu()) return addresses_.at(data_ptr_of(tensor).get());
   const auto room = DeviceRoom::of(tensor);
   if (room == nullptr) return -1;
@@ -76,7 +81,9 @@ void Readers::before_hidden_reads(const char* reader, ReadGuard::Pins& pins) {
     const BucketCopies::Lock lock(copies_.mutex);
     if (!copies_.is_over(lock)) count = copies_.size(lock);
   }
-  for (int64_t bucket = 0; bucket < count; ++bucket) pin_for(bucket, reader, pins);
+  for (int64_t bucket = 0; bucket < count; ++bucket) {
+    if (copies_[bucket].is_filled()) pin_for(bucket, reader, pins);
+  }
 }
 
 void Readers::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Pins& reads) {
@@ -205,7 +212,7 @@ void Readers::end_use(const ReadGuard::Pin& pin, BucketCopies::Locked lock) {
 // then, it comes here again.
 bool Readers::access_at(const void* address, bool is_write) {
   const int64_t bucket = addresses_.at(address);
-  if (bucket < 0) return false;
+  if (bucket < 0 || !copies_[bucket].is_filled()) return false;
   const ReadGuard::Pause pause;
   if (copies_.is_in_child()) {
     copies_.restore_in_child(bucket);

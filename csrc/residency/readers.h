@@ -37,7 +37,7 @@ class Readers final : public ReadGuard::Watcher, public FaultReader {
   // Returns when the bucket is resident, and it stays so. `reader`: null if that is no operator.
   void pin(int64_t bucket, const char* reader);
 
-  // The bucket that a tensor lies in, or -1.
+  // The bucket that a tensor lies in, or -1, also while that has not all of its first values.
   int64_t bucket_of(const at::Tensor& tensor) const;
 
   void forget_calls();
@@ -62,6 +62,7 @@ class Readers final : public ReadGuard::Watcher, public FaultReader {
   bool access_at(const void* address, bool is_write) override;
 
  private:
+  int64_t place_of(const at::Tensor& tensor) const;
   void pin_here(int64_t bucket, const char* reader);
   void pin_for(int64_t bucket, const char* reader, ReadGuard::Pins& pins);
   void let_write(int64_t bucket);

@@ -16,7 +16,8 @@ Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden
       publisher_(copies_, fetcher_, peers_),
       turns_(copies_, fetcher_, publisher_, peers_->asks_others()),
       readers_(copies_, turns_, publisher_),
-      handover_(copies_, turns_, publisher_, readers_) {
+      handover_(copies_, turns_, publisher_, readers_),
+      filling_(copies_, turns_, publisher_, peers_) {
   if (peers_->linger() != nullptr) reader_.emplace(peers_->linger());
 }
 
@@ -27,8 +28,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   added->name = std::move(name);
   added->room = std::move(room);
   added->shard = std::move(shard);
-  added->room->end_use();  // it was filled
-  return add(std::move(added), is_served, Copy::State::resident);
+  return add(std::move(added), is_served, /*is_filled=*/false);
 }
 
 int64_t Residents::take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
@@ -37,7 +37,7 @@ int64_t Residents::take(std::string name, std::shared_ptr<Room> room, at::Tensor
   added->name = std::move(name);
   added->room = std::move(room);
   added->shard = std::move(shard);
-  return add(std::move(added), is_served, Copy::State::released);
+  return add(std::move(added), is_served, /*is_filled=*/true);
 }
 
 int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served,
@@ -49,18 +49,17 @@ int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::T
   added->rows = std::make_unique<TableRows>(std::move(owners), room->bytes() / num_rows, std::move(range));
   added->room = std::move(room);
   added->shard = std::move(shard);
-  added->room->end_use();  // it was filled
-  return add(std::move(added), is_served, Copy::State::resident);
+  return add(std::move(added), is_served, /*is_filled=*/false);
 }
 
-int64_t Residents::add(std::unique_ptr<ShardedBucket> added, bool is_served, Copy::State state) {
+int64_t Residents::add(std::unique_ptr<ShardedBucket> added, bool is_served, bool is_filled) {
   if (is_served) added->served = added->room->served(added->shard);
-  publisher_.announce(*added);
+  publisher_.announce(*added, is_filled);
   const BucketCopies::Lock lock(copies_.mutex);
   const int64_t index = copies_.size(lock);
   added->index = index;
   added->room->set_index(index);
-  copies_.add(std::move(added), state, lock);
+  copies_.add(std::move(added), Copy::State::released, lock);
   return index;
 }
 
@@ -68,22 +67,6 @@ ShardPlace Residents::place(int64_t bucket) const {
   const ShardedBucket& sharded = copies_[bucket];
   const void* shard = sharded.served.defined() ? sharded.served.const_data_ptr() : nullptr;
   return {reinterpret_cast<uint64_t>(shard), reinterpret_cast<uint64_t>(&sharded.stamps)};
-}
-
-void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
-  bool is_whole = false;
-  {
-    const BucketCopies::Lock lock(copies_.mutex);
-    ShardedBucket& sharded = copies_[bucket];
-    copies_.cache(lock)[bucket].may_go = !by_rank.empty();
-    sharded.places = std::move(by_rank);
-    is_whole = copies_.uses(lock).is_whole();
-    if (!is_whole && copies_.cache(lock)[bucket].state == Copy::State::resident) sharded.room->let_write(false);
-    if (sharded.rows != nullptr) copies_.release_if_free(bucket, lock);  // lookups come first
-    if (!copies_.uses(lock).is_pinned(bucket)) sharded.room->let_ask(false);
-    copies_.make_space(0, nullptr, lock);
-  }
-  if (is_whole) publisher_.note_digest(bucket);
 }
 
 void Residents::set_limit(size_t bytes) {

@@ -12,6 +12,7 @@
 
 #include "residency/bucket_copies.h"
 #include "residency/fetcher.h"
+#include "residency/filling.h"
 #include "residency/handover.h"
 #include "residency/peer_shards.h"
 #include "residency/publisher.h"
@@ -50,20 +51,21 @@ class Residents {
   std::shared_ptr<Room> make_table_room(size_t bytes, c10::Device device) {
     return copies_.make_table_room(bytes, device);
   }
-  // Adds a bucket, resident: `room` has its values, `shard` this rank's part of them, which must stay where it is.
-  // `is_served`: whether a rank reads it in the host's memory. Returns its index.
+  // Adds a bucket that has no values yet, nor has `shard`, which is to have this rank's part of them and must stay
+  // where it is. `is_served`: whether a rank reads it in the host's memory. Returns its index.
   int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
-  // The same of a table, whose room is of make_table_room(). `shard`: the rows that this rank owns; `of_block`: see
-  // RowOwners.
+  // The same of a table, whose room is of make_table_room(). `shard`: the rows that this rank owns, with their values;
+  // `of_block`: see RowOwners.
   int64_t add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served, int64_t num_rows,
                     const at::Tensor& of_block);
-  // The same of a bucket that handover() of others has given.
+  // A bucket with its values, that handover() of others has given.
   int64_t take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
   // To be called after these: reads of all of them are seen from now on.
   void watch_added() { readers_.watch_added(); }
-  // Where this rank has its shard, for the others; and where all have theirs, once they have told.
+  // Where this rank has its shard, for the others.
   ShardPlace place(int64_t bucket) const;
-  void set_places(int64_t bucket, std::vector<ShardPlace> by_rank);
+  // How what was added gets its values, once all have told.
+  Filling& filling() { return filling_; }
 
   // Of this rank, if others read it.
   void set_state(const std::shared_ptr<PublishedState>& state) { publisher_.set_state(state); }
@@ -137,7 +139,7 @@ class Residents {
   static void keep_for_others(const std::shared_ptr<Residents>& gone);
 
  private:
-  int64_t add(std::unique_ptr<ShardedBucket> added, bool is_served, Copy::State state);
+  int64_t add(std::unique_ptr<ShardedBucket> added, bool is_served, bool is_filled);
   void let_rooms_go();
 
   const std::shared_ptr<const PeerShards> peers_;
@@ -148,6 +150,7 @@ class Residents {
   Turns turns_;
   Readers readers_;
   Handover handover_;
+  Filling filling_;
 };
 
 }  // namespace zx

@@ -51,6 +51,8 @@ class Room {
   // Gives it memory, with whatever is in it, for a fetch. When that is over, all may be read.
   virtual void restore() = 0;
   virtual void end_fetch() {}
+  // In between: all of it becomes zero.
+  virtual void clear() = 0;
   // Whether it may be written; it may after end_fetch(). A write where it may not is a fault, if the system can tell.
   virtual void let_write(bool may) = 0;
   // Whether tensors that lie here may be asked for their addresses, if hidden reads are to raise. They may as soon as

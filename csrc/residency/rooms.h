@@ -16,7 +16,7 @@ class Rooms {
  public:
   explicit Rooms(HiddenReads hidden) : hidden_(hidden) {}
 
-  // Has memory at first, all zero.
+  // Has no memory at first.
   std::shared_ptr<Room> make(size_t bytes, c10::Device device);
   // The same for a table, which may have its memory in parts.
   std::shared_ptr<Room> make_for_table(size_t bytes, c10::Device device);

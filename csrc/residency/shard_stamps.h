@@ -10,6 +10,9 @@ namespace zx {
 enum class ShardStamp : uint8_t { version, written, stored, came, left };
 // Of `written`: this rank writes nothing, and is about to take rank 0's values.
 constexpr int64_t kStandsBy = int64_t{1} << 60;
+// Of `version`: the bucket has no values yet, nor has the shard; and it never will have them.
+constexpr int64_t kNotFilled = -1;
+constexpr int64_t kNeverFilled = -2;
 constexpr size_t kShardStamps = 5;
 
 // Other ranks read them, in this rank's memory or by message.

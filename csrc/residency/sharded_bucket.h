@@ -28,6 +28,9 @@ struct ShardedBucket {
   int64_t written = 0;                       // how often the copy was written outside step()
   std::vector<ShardPlace> places{};          // by rank; empty until all ranks have theirs
 
+  // Whether it has its first values: see Note [A new bucket is filled].
+  bool is_filled() const { return stamps.get(ShardStamp::version) >= 0; }
+
   // Where a rank's shard lies in the whole, in order.
   std::vector<BytePiece> shard_of(int rank) const {
     if (rows != nullptr) return rows->shard_of(rank);

@@ -61,9 +61,10 @@ TEST(bytes_are_those_of_what_has_memory) {
 TEST(spare_memory_is_what_the_limit_leaves_and_what_is_about_to_be_taken) {
   Rig rig{10, 20};
   rig.cache.set_limit(50);
-  CHECK_EQ(rig.cache.spare_bytes(0), size_t{20});
-  CHECK_EQ(rig.cache.spare_bytes(15), size_t{20});
-  CHECK_EQ(rig.cache.spare_bytes(40), size_t{40});
+  CHECK_EQ(rig.cache.spare_bytes(0, 0), size_t{20});
+  CHECK_EQ(rig.cache.spare_bytes(15, 15), size_t{20});
+  CHECK_EQ(rig.cache.spare_bytes(15, 8), size_t{13});
+  CHECK_EQ(rig.cache.spare_bytes(40, 40), size_t{40});
 }
 
 TEST(a_copy_is_up_to_date_if_all_of_it_is) {

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from bench.allocator import Allocator, build
 from tests.lingering import await_lingering
 from tests.memory.test_peak import WITHIN
+from tests.mesh.test_two_levels import mesh_of
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, estimate
-from zerox._C import most_room_bytes
+from tests.residency.rig import residents
+from zerox import FusedShardedAdam, estimate, sparse_params
+from zerox._C import most_room_bytes, room_bytes
 
 MIB = 2**20
 WIDTH, LAYERS = 512, 60
@@ -47,6 +49,14 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         words = torch.arange(len(x))
         return F.linear(self.body(self.embedding(words)), self.embedding.weight)
+
+
+class Behind(Tied):
+    """The same, as the last parameter: what it leaves is more than the next buckets take."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.embedding = self._modules.pop("embedding")  # type: ignore[assignment]
 
 
 def frozen(dtype: torch.dtype) -> nn.Module:
@@ -93,6 +103,76 @@ def peaks(rank: int, world_size: int, library: Path, name: str, dtype: torch.dty
         found.append((f"{limit:.1f} MiB", peak, formula.typical_peak, formula.peak))
         del model, optimizer, step
     return found
+
+
+def rows(dtype: torch.dtype) -> nn.Module:
+    """A third of the parameters are a table."""
+    model = Tied(dtype)
+    model.embedding.sparse = True
+    return model
+
+
+CONSTRUCTED = {**MODELS, "rows": rows, "the largest behind": Behind}
+
+
+def peaks_of_constructor(
+    rank: int, world_size: int, library: Path, name: str, options: dict[str, Any], *mesh: int
+) -> list[tuple[str, int, float, int, float]]:
+    """For each limit the most bytes of rooms, and the limit; the allocator's peak, and what it may be at most."""
+    allocator = Allocator(library)
+    dtype = options["dtype"]
+    given = {key: value for key, value in options.items() if key != "dtype"}
+    if mesh:
+        given["process_group"] = mesh_of(*mesh)
+    found = []
+    sizes = [param.nbytes / MIB for param in CONSTRUCTED[name](dtype).parameters()]
+    least = max(CAP_MB, *(0 if name == "rows" and size == max(sizes) else size for size in sizes))
+    for limit in (least, max(least, sum(sizes) / 4), float("inf")):
+        free_what_is_left()
+        base = allocator.now
+        torch.manual_seed(rank)
+        model = CONSTRUCTED[name](dtype)
+        before = allocator.now - base
+        tables = sparse_params(model)
+        groups = [{"params": [p for p in model.parameters() if not any(p is t for t in tables)]}]
+        groups += [{"params": tables, "sparse": True, "weight_decay": 0.0}] if tables else []
+        made = []
+
+        def make(groups: Any = groups, made: Any = made, limit: float = limit) -> None:
+            made.append(FusedShardedAdam(groups, stage=3, resident_mb=limit, bucket_cap_mb=CAP_MB, **given))
+
+        rooms = room_bytes()
+        most_room_bytes()
+        peak = allocator.peak_of(make) - base
+        whole = most_room_bytes() - rooms
+        bytes_of = made[0].memory_bytes()
+        own = bytes_of.parameters - residents(made[0]).room_bytes
+        of_tables = sum(each.nbytes for table in made[0].inside.tables for each in table.kept.values())
+        # State of a bucket comes when its parameters have gone; of a table before.
+        most = max(before, bytes_of.master + bytes_of.moments) + of_tables + own + 2 * max(CAP_MB, least) * MIB
+        found.append((f"{limit:.1f} MiB", whole, limit * MIB, peak, most))
+        del model, tables, groups, made, make
+    return found
+
+
+CONSTRUCTIONS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+    ("deep", {"dtype": torch.float32}, ()),
+    ("deep", {"dtype": torch.bfloat16, "state_dtype": "8bit"}, ()),
+    ("tied", {"dtype": torch.float32}, ()),
+    ("99% frozen", {"dtype": torch.float32}, ()),
+    ("rows", {"dtype": torch.float32}, ()),
+    ("the largest behind", {"dtype": torch.float32}, ()),
+    ("deep", {"dtype": torch.float32}, (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "mesh"), CONSTRUCTIONS)
+def test_the_limit_holds_in_the_constructor_too(name: str, options: dict[str, Any], mesh: tuple[int, ...]) -> None:
+    """Beside the model, which is there before."""
+    for told in run_ranks(peaks_of_constructor, 4 if mesh else 2, build(), name, options, *mesh)[0]:
+        limit, whole, allowed, peak, most = told
+        assert whole <= allowed, limit
+        assert peak <= (1 + WITHIN) * most, f"{limit}: {peak / MIB:.1f} MiB, and not {most / MIB:.1f}"
 
 
 KINDS = [("deep", torch.float32), ("deep", torch.bfloat16), ("tied", torch.float32), ("99% frozen", torch.float32)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.left_bucket import LeftBucket
-from zerox.memory.pages import zeros
+from zerox.memory.pages import empty, zeros
 from zerox.model_names import quote
 from zerox.plan.layout import Layout
 from zerox.plan.span import Span
@@ -36,7 +36,7 @@ class FlatBuffer:
     """Memory ``[layout.numel]`` that a bucket's parameters lie in, side by side, each in a storage of its own.
 
     Only ``param.data`` changes: the parameters stay the objects that model and optimizer know. The buffer lives as long
-    as one of them. Moving in takes memory for the bucket once more. ``flat``: memory that is there already, all zero.
+    as one of them. Moving in takes memory for the bucket once more. ``flat``: memory that parameters move into later.
     """
 
     shard_is_apart = False  # no whole copy of the parameters lasts beside the shards (ZeRO stage 3)
@@ -49,7 +49,7 @@ class FlatBuffer:
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be old memory.
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device) if flat is None else flat
-        if self.left is None:
+        if flat is None:
             take_in(self.slots(), values_of(self.slots()))
 
     def slots(self) -> list[BufferSlot]:
@@ -101,7 +101,8 @@ class ShardedBuffer(FlatBuffer):
     """A buffer whose memory comes and goes (csrc/residency/residents.h), and beside it what this rank keeps of it.
 
     ``own_shards``: the elements of that, this rank's shard and on a mesh those beside it. ``room``: the buffer's
-    memory, which stays until it is given to the residents; or that of a deleted optimizer's bucket, ``left``.
+    memory, or that of a deleted optimizer's bucket, ``left``. It is made without values: add_to() the residents,
+    fill(), then start() or what else writes the shard, share_out().
     """
 
     shard_is_apart = True
@@ -116,12 +117,12 @@ class ShardedBuffer(FlatBuffer):
         left: LeftBucket | None = None,
     ) -> None:
         self.own_segments = {segment.slot: segment for segment in layout.segments_in(own_shards)}
-        self.is_shared_out = False  # whether the residents have it
+        self.is_shared_out = False  # whether other ranks read the shard; until then the buffer keeps its memory
         self.room = room
         self.own_shards = own_shards
         self.left = left
         self.homes: list[Tensor] = []
-        self.own = left.shard if left else zeros(own_shards.numel, params[0].dtype, params[0].device, place=1)
+        self.own = left.shard if left else empty(own_shards.numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, room.tensor(params[0].dtype))
         places = zip(self.shapes, self.strides, layout.offsets, strict=True)
         self.homes = [C.view_unseen(self.flat, *place) for place in places]
@@ -138,7 +139,16 @@ class ShardedBuffer(FlatBuffer):
             residents.add(name, self.room, self.own, is_served)
         else:
             residents.take(*self.left, name, is_served)
-            self.left = None
+
+    def fill(self, residents: C.Residency, index: int) -> None:
+        """Takes in what this rank's parameters have. ``index``: of the bucket among the residents."""
+        values = values_of(self.slots())  # first: they may lie in another bucket, which is fetched for it
+        residents.begin_fill(index)
+        take_in(self.slots(), values)
+
+    def share_out(self, residents: C.Residency, index: int, by_rank: Sequence[C.ShardPlace]) -> None:
+        """The shard has its values, and other ranks read it. The buffer's memory comes and goes from now on."""
+        residents.set_places(index, by_rank)
         self.is_shared_out = True
 
     def shard(self, rank: int) -> Tensor:
@@ -147,9 +157,10 @@ class ShardedBuffer(FlatBuffer):
         return self.own[span.start - self.own_shards.start : span.stop - self.own_shards.start]
 
     def start(self) -> None:
-        """What is kept takes its part of them."""
+        """What is kept takes its part of them. What was ``left`` has it."""
         if self.left is None:
             self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
+        self.left = None
 
     def let_shard_go(self) -> None:
         """All is whole, for good."""
@@ -171,7 +182,7 @@ class ShardedBuffer(FlatBuffer):
         return self.own[own.span.start : own.span.stop] if own else self.own[:0]
 
     def put(self, slot: int, value: Tensor) -> None:
-        """Copies this rank's part where it is kept: once the residents have the buffer, it may have no memory."""
+        """Copies this rank's part where it is kept: once others read that, the buffer may have no memory."""
         if not self.is_shared_out:
             super().put(slot, value)
             return

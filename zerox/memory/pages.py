@@ -25,13 +25,17 @@ def in_large_pages(made: Tensor) -> Tensor:
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) -> Tensor:
-    """``[numel]``, on Linux in large pages, which need no setup: see csrc/cpu/large_pages.h.
+    """The same as empty(), all zero."""
+    return empty(numel, dtype, device, place).zero_()
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) -> Tensor:
+    """``[numel]``, with whatever is there, on Linux in large pages, which need no setup: see csrc/cpu/large_pages.h.
 
     ``place``: its number, from 1 on, among the arrays that are walked together; 0: wherever the allocator likes.
     """
     nbytes = storage_bytes(numel, dtype.itemsize, device.type == "cpu", place)
     made = in_large_pages(torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device))
-    made.zero_()
     if made.numel() == numel:
         return made
     start = (place * STEP_BYTES + LINE_BYTES - made.data_ptr()) % PERIOD_BYTES // dtype.itemsize

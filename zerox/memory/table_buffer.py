@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from zerox import _C as C
@@ -25,9 +27,7 @@ class TableBuffer:
         self.strides = [dense_strides(param)]
         self.room = residents.make_table_room(param.nbytes, param.device)
         self.flat = self.room.tensor(param.dtype)
-        home = self.flat.view(param.shape)
-        home.copy_(param.detach())
-        param.data = self.room.with_own_storage(home)
+        self.home = self.flat.view(param.shape)
 
     def is_at_home(self, slot: int) -> bool:
         return self.table.is_at_home
@@ -50,4 +50,9 @@ class TableBuffer:
         """``is_served``: whether a rank reads the rows in the host's memory."""
         table = self.table
         residents.add_table(name, self.room, self.own, is_served, table.owners.num_rows, table.owners.of_block)
-        table.home = self.flat
+
+    def share_out(self, residents: C.Residency, index: int, by_rank: Sequence[C.ShardPlace]) -> None:
+        """Other ranks read its rows. The table itself has no values from now on but those that are fetched."""
+        residents.set_places(index, by_rank)
+        self.params[0].data = self.room.with_own_storage(self.home)
+        self.table.home = self.flat

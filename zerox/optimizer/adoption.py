@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, FrozenBucket, Member, rooms
@@ -12,7 +13,7 @@ from zerox.memory.grad_dtype import Widened
 from zerox.optimizer.core import Core
 from zerox.optimizer.planning import Around, plan_members, subgroups_in_order
 from zerox.optimizer.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
-from zerox.plan.plan import Plan
+from zerox.plan.plan import Plan, TrainedPlan
 from zerox.ranks.holders import note_held
 from zerox.ranks.wrapped import decisions
 from zerox.rows.row_refusals import check_rows
@@ -73,16 +74,16 @@ class Adoption:
         planned = [*(each.bucket for each in plan.trained), *plan.frozen]
         core.gather.find_left([([members[place].local for place in each.params], each.layout) for each in planned])
         core.calls.take_tables([(members[table.place], table) for table in plan.tables], groups, core.rules, divisors)
-        frozen = self._take_still(plan, members)
+        self._check_room(plan, members)
+        self._give_loose(plan, members)
         self.widened.take(member.param for member in trained)
-        made = list(self._make_buckets(plan, members))
+        made = self._make_buckets(plan, members)
         core.calls.scale.of_groups = divisors
         core.grads.let_decide(decisions())
-        core.gather.add_buckets(made, frozen, core.tables)
         if made and core.overlap is not None:
             core.overlap.learn_buckets()
         tables = [table for table in core.tables if id(table.param) in adopted]
-        core.loading.take_adopted([bucket for _, bucket in made], tables)
+        core.loading.take_adopted(made, tables)
 
     def _plan(self, members: Sequence[Member]) -> Plan:
         core, subgroups = self.core, self.core.grads.subgroups
@@ -90,41 +91,70 @@ class Adoption:
         around = Around(core.options, core.rules, subgroups.ranks.backend, sizes, core.gather.shards_params)
         return plan_members(around, subgroups, core.grads.model, core.groups.param_groups, members)
 
-    def _take_still(self, plan: Plan, members: Sequence[Member]) -> list[FrozenBucket]:
-        """Parameters that are not trained get their ranks' first values, once there is room for all buckets."""
-        core, subgroups, model = self.core, self.core.grads.subgroups, self.core.grads.model
+    def _check_room(self, plan: Plan, members: Sequence[Member]) -> None:
         of_trained = rooms([each.bucket for each in plan.trained], members)
-        core.gather.check_room([*of_trained, *rooms(plan.frozen, members), *core.calls.row_grads.rooms()])
-        still = [member for member in members if not member.param.requires_grad]
-        planned = [(each, [members[place] for place in each.params]) for each in plan.frozen]
-        frozen = core.gather.take_frozen([m for m in still if subgroups.of_group[m.group] is subgroups.all], planned)
-        left = {id(member.param) for bucket in frozen if bucket.buffer.left is not None for member in bucket.members}
-        homes = {id(m.param): bucket.buffer.home(slot) for bucket in frozen for slot, m in enumerate(bucket.members)}
-        for member in [each for each in still if id(each.param) not in left]:
-            values = homes.get(id(member.param), member.local)
-            subgroups.of_group[member.group].broadcast_own(values, f"parameter '{member.name}'")
-            model.broadcast_values(values, model.replicated_over(member.param))
-        for bucket in frozen:
-            give_out(bucket.buffer.slots())
-            bucket.buffer.start()
-        return frozen
+        tables = self.core.calls.row_grads.rooms()
+        self.core.gather.check_room([*of_trained, *rooms(plan.frozen, members), *tables])
 
-    def _make_buckets(self, plan: Plan, members: Sequence[Member]) -> Iterator[tuple[int, Bucket]]:
-        """Buckets with their values, each with its index."""
-        core, groups, model = self.core, self.core.groups.param_groups, self.core.grads.model
-        subgroups = subgroups_in_order(core.grads.subgroups)
+    def _give_loose(self, plan: Plan, members: Sequence[Member]) -> None:
+        """Parameters that are not trained, and lie in no bucket, get their ranks' first values."""
+        core, subgroups, model = self.core, self.core.grads.subgroups, self.core.grads.model
+        in_buckets = {place for each in plan.frozen for place in each.params}
+        loose = [m for place, m in enumerate(members) if not m.param.requires_grad and place not in in_buckets]
+        for member in loose:
+            subgroup = subgroups.of_group[member.group]
+            if subgroup is subgroups.all:
+                core.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
+            subgroup.broadcast_own(member.local, f"parameter '{member.name}'")
+            model.broadcast_values(member.local, model.replicated_over(member.param))
+
+    def _make_buckets(self, plan: Plan, members: Sequence[Member]) -> list[Bucket]:
+        """Those that are trained, each with its values before the next one has any."""
+        core, made = self.core, []
+        inside = [(each, [members[place] for place in each.params]) for each in plan.frozen]
+        frozen = [FrozenBucket(each, those, core.gather.make_buffer) for each, those in inside]
+        trained, num_frozen = iter(plan.trained), 0
+        with closing(core.gather.add_buckets(self._without_values(plan, members), frozen, core.tables)) as new:
+            for bucket in new:
+                if isinstance(bucket, Bucket):
+                    self._adopt_trained(bucket, next(trained))
+                    made.append(bucket)
+                else:
+                    self._adopt_frozen(bucket, num_frozen)
+                    num_frozen += 1
+        return made
+
+    def _without_values(self, plan: Plan, members: Sequence[Member]) -> Iterator[Bucket]:
+        """Trained ones that have this rank's values at most, and no state."""
+        core, subgroups = self.core, subgroups_in_order(self.core.grads.subgroups)
         for each in plan.trained:
-            inside, subgroup = [members[place] for place in each.bucket.params], subgroups[each.subgroup]
-            rule = core.rules.of(groups[inside[0].group])
-            specs = [rule.spec_of(kept.key) for kept in each.kept]
-            bucket = Bucket(each.bucket, inside, subgroup.rank, rule, specs, core.gather.make_buffer)
-            if bucket.buffer.left is None:
-                subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
-                model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
-            give_out(bucket.buffer.slots())
-            bucket.start()
-            index = core.grads.add_bucket(bucket, each.divisor, subgroup)
-            core.calls.scale.add_bucket(each.divisor)
-            core.buckets.append(bucket)
-            core.update.add_bucket(bucket, groups)
-            yield index, bucket
+            inside = [members[place] for place in each.bucket.params]
+            rule = core.rules.of(core.groups.param_groups[inside[0].group])
+            yield Bucket(each.bucket, inside, subgroups[each.subgroup].rank, rule, (), core.gather.make_buffer)
+
+    def _adopt_trained(self, bucket: Bucket, plan: TrainedPlan) -> None:
+        core, model = self.core, self.core.grads.model
+        subgroup = subgroups_in_order(core.grads.subgroups)[plan.subgroup]
+        if bucket.buffer.left is None:
+            subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
+            model.broadcast(bucket.buffer.flat, model.replicated_over(bucket.members[0].param))
+        give_out(bucket.buffer.slots())
+        for kept in plan.kept:
+            bucket.keep(bucket.rule.spec_of(kept.key))
+        bucket.start()
+        core.grads.add_bucket(bucket, plan.divisor, subgroup)
+        core.calls.scale.add_bucket(plan.divisor)
+        core.buckets.append(bucket)
+        core.update.add_bucket(bucket, core.groups.param_groups)
+
+    def _adopt_frozen(self, bucket: FrozenBucket, index: int) -> None:
+        core, buffer = self.core, bucket.buffer
+        subgroups, model = core.grads.subgroups, core.grads.model
+        if buffer.left is None:
+            core.ranks.broadcast(buffer.flat, f"the parameters of {bucket.describe(index)}")
+            for slot, member in enumerate(bucket.members):
+                home = buffer.home(slot)
+                subgroups.of_group[member.group].broadcast_own(home, f"parameter '{member.name}'")
+                model.broadcast_values(home, model.replicated_over(member.param))
+        give_out(buffer.slots())
+        buffer.start()

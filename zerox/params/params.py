@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.memory.bucket import Bucket, FrozenBucket, Member, named_params
+from zerox.memory.bucket import Bucket, FrozenBucket, named_params
 from zerox.memory.flat import BufferSlot, FlatBuffer, give_out, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.model_names import naming
-from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.ranks.group import Ranks
 from zerox.sliced_tensor import SlicedTensor
@@ -37,20 +36,15 @@ class ParamGather:
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:
         return FlatBuffer(params, layout)
 
-    def take_frozen(
-        self, members: Sequence[Member], planned: Sequence[tuple[BucketPlan, Sequence[Member]]]
-    ) -> list[FrozenBucket]:
-        """Parameters that are not trained get rank 0's values: where they are sharded, in ``planned`` buckets.
-        Collective."""
-        for member in members:
-            self.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
-        return []
-
     def add_buckets(
-        self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
-    ) -> None:
-        """New ones, which have their values; ``tables`` may have been added before. Collective."""
-        self.buckets += [bucket for _, bucket in trained]
+        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+    ) -> Generator[Bucket | FrozenBucket, None, None]:
+        """Takes new ones, and yields each with this rank's values: the caller then makes them the same on all ranks.
+        Parameters that are not trained have buckets only where they are sharded; ``tables`` may have been added
+        before. Collective."""
+        for bucket in trained:
+            yield bucket
+            self.buckets.append(bucket)
 
     def publish_tables(self, written: Iterable[tuple[RowTable, Tensor]]) -> None:
         """This rank has written these of its rows, by place."""

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
 from zerox import _torch
-from zerox.memory.bucket import Bucket, FrozenBucket, Member
+from zerox.memory.bucket import Bucket, FrozenBucket
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
-from zerox.memory.left_bucket import LeftBucket
 from zerox.memory.row_table import RowTable
-from zerox.memory.table_buffer import TableBuffer
-from zerox.model_names import all_quoted, in_text
+from zerox.model_names import in_text
 from zerox.options import OptimizerOptions
 from zerox.params.params import ParamGather
-from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
-from zerox.plan.resident import resident_limit
-from zerox.plan.span import Span
 from zerox.plan.stage import SHARDED
 from zerox.ranks.calls import named
 from zerox.ranks.dtensors import cut_of, local_of
@@ -36,8 +29,7 @@ from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
 from zerox.ranks.roll_call import summary_of
 from zerox.residency import written_alone
-from zerox.residency.mapped_shards import map_shards
-from zerox.residency.takeover import agree, find_left, handing_over
+from zerox.residency.new_buckets import NewBuckets, buffer_of, holders_of, in_order
 from zerox.sliced_tensor import SlicedTensor
 
 SWITCH = "ZEROX_FAULTS"
@@ -48,24 +40,6 @@ def check_operators() -> None:
     """ImportError if torch lacks an operator that csrc/params meets by name: see csrc/torch_internals.h."""
     if missing := C.missing_operators(C.operator_names()):
         raise _torch.error_of_changed(f"the operator {missing[0]}", "to know what operators read of sharded parameters")
-
-
-class Resident(NamedTuple):
-    """A bucket, trained or frozen, or a table, with its name for errors."""
-
-    name: str
-    members: Sequence[Member]
-    buffer: ShardedBuffer | TableBuffer
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.flat.nbytes
-
-    def values_told(self) -> Iterator[str]:
-        """Each parameter, with a digest of its values."""
-        for slot, member in enumerate(self.members):
-            digest = C.digest(self.buffer.values(slot))
-            yield f"parameter '{member.name}' with values of digest {digest:016x} at the end of whole()"
 
 
 @dataclass
@@ -92,27 +66,25 @@ class Residency:
         check_operators()
         self.manager = manager
         self.ranks = ranks
-        self.resident_mb = resident_mb
         assert ranks.given is not None
-        self.neighbours = self._neighbours()
-        all_neighbours = bool(self.neighbours) and all(self.neighbours)
+        neighbours = self._neighbours()
+        all_neighbours = bool(neighbours) and all(neighbours)
         self.residents = C.Residency(
             group=None if all_neighbours else self._messages(),
             failure_detector=ranks.failure_detector,
             linger=ranks.neighbours.linger,
-            processes=self.neighbours,
-            ranks=self.in_order,
-            num_holders=len(self.members),
-            rank=self.members.index(ranks.rank),
+            processes=neighbours,
+            ranks=in_order(ranks),
+            num_holders=len(holders_of(ranks)),
+            rank=holders_of(ranks).index(ranks.rank),
             timeout=time_of(ranks.given),
             faults=_may_fault(),
         )
         weakref.finalize(self, self.residents.leave_to_params).atexit = False
         written_alone.watch(self, ranks.given)
-        self.all: list[Resident] = []  # in the residents' order
-        self.left: dict[int, LeftBucket] = {}  # to be taken over, by id of their first parameters
-        self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
-        self.tables: dict[int, int] = {}  # in it, by number of a table
+        self.new = NewBuckets(ranks, self.residents, neighbours, resident_mb)
+        # The same objects, which grow with each adoption.
+        self.all, self.index_of, self.tables = self.new.all, self.new.index_of, self.new.tables
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.depth = 0  # how many whole() are open
         self.under_way: ShardWrite | None = None
@@ -120,12 +92,7 @@ class Residency:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks over which parameters are sharded."""
-        return self.ranks.axes[0].members
-
-    @property
-    def in_order(self) -> list[int]:
-        """All ranks, these first."""
-        return [*self.members, *(rank for rank in range(self.ranks.size) if rank not in self.members)]
+        return holders_of(self.ranks)
 
     def _neighbours(self) -> tuple[int, ...]:
         """Also with parameters on an accelerator: others read in the host's memory how far a shard has come."""
@@ -135,8 +102,6 @@ class Residency:
         with ranks.failure_told():
             return find_neighbours(ranks.all_gather_text, ranks.rank)
 
-    # ---- building
-
     def _messages(self) -> dist.ProcessGroup | None:
         """In which ranks are asked for their shards: also at their end, if there is such a group."""
         ranks = self.ranks
@@ -144,72 +109,22 @@ class Residency:
             return ranks.neighbours.questions.group
         return ranks.data if ranks.backend == "gloo" else ranks.control
 
+    # ---- building
+
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
-        if left := self.left.get(id(params[0])):
-            return ShardedBuffer(params, layout, self._own_shards(layout), left.room, left)
-        made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, params[0].device)
-        return ShardedBuffer(params, layout, self._own_shards(layout), made)
+        return self.new.make_buffer(params, layout)
 
     def find_left(self, planned: Sequence[tuple[Sequence[Tensor], Layout]]) -> None:
         """Which of these buckets a deleted optimizer has left, on all ranks. Collective."""
-        found = [find_left(params, layout, self._own_shards(layout), self.residents) for params, layout in planned]
-        agreed = zip(planned, agree(self.ranks, found), strict=True)
-        self.left = {id(params[0]): left for (params, _), left in agreed if left}
-
-    def _own_shards(self, layout: Layout) -> Span:
-        """On a mesh the shards of all ranks that differ from this one in the replicate axis only: they lie together."""
-        together = self.ranks.size // len(self.members)
-        first = self.ranks.shard_of(self.ranks.rank) // together * together
-        return Span(layout.shard_span(first).start, layout.shard_span(first + together - 1).stop)
-
-    def take_frozen(
-        self, members: Sequence[Member], planned: Sequence[tuple[BucketPlan, Sequence[Member]]]
-    ) -> list[FrozenBucket]:
-        made: list[FrozenBucket] = []
-        for plan, inside in planned:
-            bucket = FrozenBucket(plan, inside, self.make_buffer)
-            if bucket.buffer.left is None:
-                self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
-            made.append(bucket)
-        return made
+        self.new.find_left(planned)
 
     def add_buckets(
-        self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
-    ) -> None:
-        """New ones, which have their values and fit: see check_room(). Of ``tables`` those that are new. Collective."""
-        first, num_frozen = len(self.all), len(self.all) - len(self.index_of) - len(self.tables)
-        self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
-        added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
-        made = [Resident(bucket.describe(index), bucket.members, buffer_of(bucket)) for index, bucket in added]
-        new = [table for table in tables if table.member.number not in self.tables]
-        names = all_quoted([(table.member.name, table.param) for table in new])
-        self.tables |= {table.member.number: first + len(made) + count for count, table in enumerate(new)}
-        made += [
-            Resident(f"table {name}", [table.member], TableBuffer(table, self.residents))
-            for name, table in zip(names, new, strict=True)
-        ]
-        readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
-        mapped = map_shards(self.ranks, readable, [each.buffer.own for each in made])
-        with handing_over(self.ranks, self.left.values()):
-            try:
-                for each, of_others in zip(made, mapped, strict=True):
-                    each.buffer.add_to(self.residents, each.name, is_served=len(of_others) < len(self.members) - 1)
-            finally:
-                self.residents.watch_added()  # a read of what was taken over fails from here on, and then fetches
-        self.left = {}
-        self.all += made
-        places = [self.residents.place(index) for index in range(first, len(self.all))]
-        text = " ".join([secrets.token_hex(8), *(f"{place.shard} {place.stamps}" for place in places)])
-        told = [each.split() for each in self.ranks.all_gather_text(text)]
-        self.residents.identity = self.residents.identity or " ".join(each[0] for each in told)
-        everyone = [[int(number) for number in each[1:]] for each in told]
-        self.residents.set_limit(self.check_room([]))
-        for count, of_others in enumerate(mapped):
-            by_rank = [
-                C.ShardPlace(everyone[rank][2 * count], everyone[rank][2 * count + 1], of_others.get(rank))
-                for rank in self.in_order
-            ]
-            self.residents.set_places(first + count, by_rank)
+        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+    ) -> Generator[Bucket | FrozenBucket, None, None]:
+        return self.new.add(trained, frozen, tables)
+
+    def check_room(self, added: Sequence[tuple[str, int]]) -> float:
+        return self.new.check_room(added)
 
     # ---- step()
 
@@ -339,11 +254,6 @@ class Residency:
         if self.depth:
             self._keep_written()
 
-    def check_room(self, added: Sequence[tuple[str, int]]) -> float:
-        whole = [(each.name, each.nbytes) for each in self.all if each.buffer.is_read_whole]
-        tables = sum(each.nbytes for each in self.all if not each.buffer.is_read_whole)
-        return resident_limit([*whole, *added], self.resident_mb, tables)
-
     @named("the end of optimizer.whole()")
     def _keep_written(self) -> None:
         written = self.residents.written_inside()
@@ -402,8 +312,3 @@ def make_gather(manager: C.BucketManager, ranks: Ranks, options: OptimizerOption
     if options.stage_plan.params is SHARDED and ranks.size > 1:
         return Residency(manager, ranks, options.resident_mb)
     return ParamGather(manager, ranks)
-
-
-def buffer_of(bucket: Bucket | FrozenBucket) -> ShardedBuffer:
-    assert isinstance(bucket.buffer, ShardedBuffer)
-    return bucket.buffer
