@@ -1,8 +1,8 @@
 """Ranks as programs of their own, each with an interpreter that ends as a user's does.
 
-They are forked from one that has imported torch and nothing else, which takes longer than most of what they do. A fork
-runs its program at the top of the interpreter, so all that follows is Python's own: threads are joined, what is
-registered with atexit is called, modules are taken down, and the exit code is that of the program.
+They are forked from one that has imported torch and nothing else (fork_server.py), which takes longer than most of what
+they do. A fork runs its program at the top of the interpreter, so all that follows is Python's own: threads are joined,
+what is registered with atexit is called, modules are taken down, and the exit code is that of the program.
 """
 
 from __future__ import annotations
@@ -21,64 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOTHER = """
-import json, os, selectors, signal, sys
-import torch
-
-wakes, woken = os.pipe()
-for each in (wakes, woken):
-    os.set_blocking(each, False)
-signal.set_wakeup_fd(woken)
-signal.signal(signal.SIGCHLD, lambda *_: None)
-selector = selectors.DefaultSelector()
-selector.register(0, selectors.EVENT_READ)
-selector.register(wakes, selectors.EVENT_READ)
-asked = None
-while asked is None:
-    for key, _ in selector.select():
-        if key.fd == wakes:
-            os.read(wakes, 1 << 12)
-            try:
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    os.write(1, f"ended {ended[0]} {os.waitstatus_to_exitcode(ended[1])}\\n".encode())
-            except ChildProcessError:
-                pass
-            continue
-        line = bytearray()
-        while not line.endswith(b"\\n"):
-            if not (part := os.read(0, 1)):
-                os._exit(0)
-            line += part
-        if child := os.fork():
-            os.write(1, f"started {child}\\n".encode())
-        else:
-            asked = json.loads(line)
-            break
-selector.close()
-signal.set_wakeup_fd(-1)
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-os.close(wakes)
-os.close(woken)
-for number, name in enumerate([os.devnull, asked["out"], asked["err"]]):
-    os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
-os.closerange(3, 64)
-os.environ.clear()
-os.environ.update(asked["environment"])
-sys.argv = asked["argv"]
-sys.path.insert(0, os.path.dirname(__file__ := sys.argv[0]))
-with open(__file__) as file:
-    source = file.read()
-for name in ("asked", "child", "ended", "file", "key", "line", "name", "number", "part", "selector", "wakes", "woken"):
-    globals().pop(name, None)
-exec(compile(source, __file__, "exec"))
-"""
+SERVER = Path(__file__).with_name("fork_server.py")
 
 
-class Mother:
+class ForkServer:
     """The process that all programs are forked from: they are each other's siblings, as those of one launcher."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-c", MOTHER]
+        command = [sys.executable, str(SERVER)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=_environment()
         )
@@ -138,7 +88,7 @@ class Program:
     def __init__(self, script: Path, args: list[str]) -> None:
         self.said = script.with_name(f"stderr of {args[0]}")
         self.said.touch()
-        self.pid = mother().start(script, args, Path(os.devnull), self.said)
+        self.pid = fork_server().start(script, args, Path(os.devnull), self.said)
         self.returncode: int | None = None
 
     def lines(self, within_s: float) -> Iterator[str]:
@@ -154,11 +104,11 @@ class Program:
         os.kill(self.pid, number)
 
     def wait(self, within_s: float) -> None:
-        self.returncode = mother().exit_code(self.pid, within_s)
+        self.returncode = fork_server().exit_code(self.pid, within_s)
 
     def close(self) -> None:
         if self.returncode is None:
-            mother().kill(self.pid)
+            fork_server().kill(self.pid)
 
 
 def _environment() -> dict[str, str]:
@@ -166,8 +116,8 @@ def _environment() -> dict[str, str]:
 
 
 @functools.cache
-def mother() -> Mother:
-    return Mother()
+def fork_server() -> ForkServer:
+    return ForkServer()
 
 
 def run_programs(
@@ -194,16 +144,16 @@ def run_all(script: Path, asked: list[list[str]], within_s: float = 240) -> list
     paths = [(script.with_name(f"out of {n}"), script.with_name(f"err of {n}")) for n in range(len(asked))]
     for path in (path for pair in paths for path in pair):
         path.unlink(missing_ok=True)
-    programs = [mother().start(script, each, *pair) for each, pair in zip(asked, paths, strict=True)]
+    programs = [fork_server().start(script, each, *pair) for each, pair in zip(asked, paths, strict=True)]
     left, ended = list(programs), []
     try:
         for program, args, (out, err) in zip(programs, asked, paths, strict=True):
-            code = mother().exit_code(program, within_s)
+            code = fork_server().exit_code(program, within_s)
             left.remove(program)
             ended.append(subprocess.CompletedProcess(args, code, out.read_text(), err.read_text()))
     finally:
         for program in left:
-            mother().kill(program)
+            fork_server().kill(program)
     return ended
 
 
