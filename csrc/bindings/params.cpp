@@ -4,7 +4,6 @@
 
 #include "bindings/bindings.h"
 #include "buckets/address.h"
-#include "check.h"
 #include "cpu/large_pages.h"
 #include "params/own_storage.h"
 #include "params/params.h"
@@ -46,14 +45,24 @@ bool raise_soon(const std::string& message) {
   return true;
 }
 
-// Of a collective; null if it says none.
-Group group_of(c10::ArrayRef<const c10::IValue> inputs) {
+// Of a collective that the script calls. Null if it says none, and for those that zerox itself has made by new_group(),
+// which are called in hooks: these need no GIL.
+Group scripts_group_of(c10::ArrayRef<const c10::IValue> inputs) {
   for (const c10::IValue& input : inputs) {
-    if (input.isCustomClass() && *input.type() == *c10::getCustomClassType<Group>()) {
-      return input.toCustomClass<c10d::ProcessGroup>();
-    }
+    if (!input.isCustomClass() || *input.type() != *c10::getCustomClassType<Group>()) continue;
+    const Group group = input.toCustomClass<c10d::ProcessGroup>();
+    return group->getGroupDesc().rfind("zerox", 0) == 0 ? nullptr : group;
   }
   return nullptr;
+}
+
+// Ctrl-C, say, which a handler of signals has raised where it can't go up.
+void raise_again(const py::error_already_set& error) {
+  if (error.matches(PyExc_Exception)) {
+    raise_soon(error.what());
+  } else {
+    PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), error.type().ptr());
+  }
 }
 
 void bind_read_guard(py::module_& m) {
@@ -82,13 +91,13 @@ void bind_read_guard(py::module_& m) {
       [](py::function before_collective) {
         auto* function = new py::function(std::move(before_collective));  // leaked as above
         ReadGuard::set_before_collective([function](c10::ArrayRef<const c10::IValue> inputs) {
-          const Group group = group_of(inputs);
+          const Group group = scripts_group_of(inputs);
           if (group == nullptr) return;
           const py::gil_scoped_acquire acquire;
           try {
             (*function)(group);
-          } catch (py::error_already_set& error) {
-            raise_soon(reason_of(error));  // the collective can't be stopped
+          } catch (const py::error_already_set& error) {
+            raise_again(error);  // the collective can't be stopped
           }
         });
       },

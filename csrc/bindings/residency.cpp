@@ -126,13 +126,13 @@ void bind_residency(py::module_& m) {
           "begin_fill", [](Residency& self, int64_t bucket) { self->filling().begin(bucket); }, py::arg("bucket"),
           Release())
       .def(
-          "set_places",
+          "end_fill",
           [](Residency& self, int64_t bucket, std::vector<ShardPlace> by_rank) {
             self->filling().end(bucket, std::move(by_rank));
           },
           py::arg("bucket"), py::arg("by_rank"), Release())
       .def(
-          "end_filling", [](Residency& self) { self->filling().await_all(); }, Release())
+          "await_filled", [](Residency& self) { self->filling().await_filled(); }, Release())
       .def(
           "give_up_filling", [](Residency& self) { self->filling().give_up(); }, Release())
       .def(

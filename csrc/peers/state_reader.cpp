@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <future>
+#include <system_error>
 
 namespace zx {
 namespace {
@@ -12,12 +13,15 @@ constexpr size_t kBytesOfTwo = 2 << 20;
 
 void read_by_two(const Neighbours& neighbours, int rank, uint64_t address, char* into, size_t bytes) {
   const size_t half = bytes < kBytesOfTwo ? bytes : bytes / 2;
-  std::future<void> rest;
-  if (half < bytes) {
-    rest = std::async(std::launch::async, [&] { neighbours.read(rank, address + half, into + half, bytes - half); });
+  const auto read_rest = [&] { neighbours.read(rank, address + half, into + half, bytes - half); };
+  std::future<void> rest = std::async(std::launch::deferred, read_rest);
+  try {
+    if (half < bytes) rest = std::async(std::launch::async, read_rest);
+  } catch (const std::system_error&) {
+    // There is no thread to be had: this one reads it afterwards.
   }
   neighbours.read(rank, address, into, half);
-  if (rest.valid()) rest.get();
+  rest.get();
 }
 
 }  // namespace

@@ -12,6 +12,12 @@
 namespace zx {
 namespace {
 
+// They come when the call that adds a bucket is almost through.
+void check_places(const ShardedBucket& sharded) {
+  if (sharded.places.empty())
+    throw std::runtime_error("the call that adds them to an optimizer is not through, or has raised");
+}
+
 Question question_of(const ShardedBucket& sharded, const Wanted& wanted) {
   return {.bucket = sharded.index, .version = wanted.version, .stored = wanted.written, .wants_shard = true};
 }
@@ -43,6 +49,7 @@ std::string Fetcher::fetch(const ShardedBucket& sharded, const Wanted& wanted) c
   const Doing doing([&sharded] { return "a read of the parameters of " + sharded.name; }, /*per_batch=*/true);
   std::string failure;
   try {
+    check_places(sharded);
     fetch_whole(sharded, wanted);
   } catch (const std::exception& error) {
     sharded.room->spoil(own_shard(sharded));
@@ -89,6 +96,7 @@ std::string Fetcher::fetch_rows(const ShardedBucket& sharded, const std::vector<
   const Range range("fetch", sharded.index);
   const Doing doing([&sharded] { return "a lookup in " + sharded.name; }, /*per_batch=*/true);
   try {
+    check_places(sharded);
     if (sharded.rows->has_pages()) {
       fetch_into_pages(sharded, rows, wanted);
     } else {

@@ -26,7 +26,7 @@ void Filling::begin(int64_t bucket) {
     const BucketCopies::Lock lock(copies_.mutex);
     return copies_.cache(lock).fits_beside_pinned(room.bytes());
   };
-  for (int64_t before = 0; before < bucket && !has_space(); ++before) let_go(before);
+  for (; num_let_go_ < bucket && !has_space(); ++num_let_go_) let_go(num_let_go_);
   {
     const BucketCopies::Lock lock(copies_.mutex);
     Cache& cache = copies_.cache(lock);
@@ -70,13 +70,13 @@ void Filling::end(int64_t bucket, std::vector<ShardPlace> by_rank) {
   publisher_.note_digest(bucket);
 }
 
-void Filling::await_all() {
+void Filling::await_filled() {
   int64_t count = 0;
   {
     const BucketCopies::Lock lock(copies_.mutex);
     count = copies_.size(lock);
   }
-  for (int64_t bucket = 0; bucket < count; ++bucket) let_go(bucket);
+  for (; num_let_go_ < count; ++num_let_go_) let_go(num_let_go_);
 }
 
 }  // namespace zx

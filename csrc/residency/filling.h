@@ -22,7 +22,7 @@ namespace zx {
 //   end()        its shard is announced, operators are watched, and it may be released
 //
 // What is released has to be fetched again, so it is released only when all ranks have filled it. Neighbours' stamps
-// say so, for which begin() waits if it needs the room, and else await_all(). Shards that come by message are waited
+// say so, for which begin() waits if it needs the room, and else await_filled(). Shards that come by message are waited
 // for by the fetch itself: if a rank raises, nobody reads by message any more.
 //
 // Until end() a bucket is none of the guard's. Its memory stays, and is the optimizer's own to write, by collectives
@@ -43,7 +43,7 @@ class Filling {
   // `by_rank`: where all have theirs.
   void end(int64_t bucket, std::vector<ShardPlace> by_rank);
   // All are filled here: returns when they are on all ranks.
-  void await_all();
+  void await_filled();
   // This rank has raised: what it has not filled nobody waits for.
   void give_up() { publisher_.give_up_filling(); }
 
@@ -54,6 +54,7 @@ class Filling {
   Turns& turns_;
   Publisher& publisher_;
   const std::shared_ptr<const PeerShards> peers_;
+  int64_t num_let_go_ = 0;  // of all, from the first one on; they came in this order
 };
 
 }  // namespace zx

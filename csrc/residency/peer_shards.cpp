@@ -55,7 +55,6 @@ void PeerShards::come_no_more() const {
 }
 
 void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
-  if (places.empty()) throw std::runtime_error("the call that was to add them to the optimizer has raised");
   std::vector<Awaited> awaited;
   for (const int peer : others(false, num_holders_)) {
     std::vector<BytePiece> pieces = target.pieces_of(peer);

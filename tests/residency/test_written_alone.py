@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.residency.rig import WAYS, assert_as_in_stage_2, assert_same, batch, 
 from tests.thinned import thinned
 from zerox import FusedShardedAdam, sparse_params
 from zerox.integrations.engines import standing_outside
+from zerox.residency import written_alone
 
 NOT_PUT_BACK = r"parameters of bucket .* were written on rank 0 and not on all ranks"
 
@@ -309,6 +311,50 @@ def test_an_average_goes_in_where_the_others_wait_in_a_collective_of_torch(
     world_size: int, way: str, call: str
 ) -> None:
     run_ranks(run_by_way, world_size, way, waits_in_torch, call)
+
+
+def waits_with_others(rank: int, world_size: int) -> None:
+    """Ranks beside those of the optimizer stand there too."""
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        model, optimizer = made(process_group=pair)
+        train(model, optimizer, rank, entropy, steps=1)
+        before = values(model)
+    if rank == 0:
+        swaps(model)
+    dist.barrier()
+    if rank < 2:
+        assert_same(values(model), before)
+        train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_an_average_goes_in_where_the_others_wait_with_more_ranks() -> None:
+    start = time.monotonic()
+    run_ranks(waits_with_others, 3)
+    assert time.monotonic() - start < 20, "long before the timeout"
+
+
+def comes_to_barrier() -> None:
+    dist.barrier()
+    time.sleep(1)  # Python raises between two of its instructions
+
+
+def interrupted_there(rank: int, world_size: int) -> None:
+    """Ctrl-C where a rank comes to a collective is no other error."""
+    model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    if rank == 0:
+        with (
+            patch.object(written_alone, "_with_shards", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            comes_to_barrier()
+    else:
+        dist.barrier()
+
+
+def test_ctrl_c_where_a_rank_comes_to_a_collective_stays_that() -> None:
+    run_ranks(interrupted_there, 2)
 
 
 def is_not_put_back_in_torch(rank: int, world_size: int) -> None:

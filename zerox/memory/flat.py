@@ -148,7 +148,7 @@ class ShardedBuffer(FlatBuffer):
 
     def share_out(self, residents: C.Residency, index: int, by_rank: Sequence[C.ShardPlace]) -> None:
         """The shard has its values, and other ranks read it. The buffer's memory comes and goes from now on."""
-        residents.set_places(index, by_rank)
+        residents.end_fill(index, by_rank)
         self.is_shared_out = True
 
     def shard(self, rank: int) -> Tensor:

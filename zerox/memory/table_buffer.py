@@ -53,6 +53,6 @@ class TableBuffer:
 
     def share_out(self, residents: C.Residency, index: int, by_rank: Sequence[C.ShardPlace]) -> None:
         """Other ranks read its rows. The table itself has no values from now on but those that are fetched."""
-        residents.set_places(index, by_rank)
+        residents.end_fill(index, by_rank)
         self.params[0].data = self.room.with_own_storage(self.home)
         self.table.home = self.flat

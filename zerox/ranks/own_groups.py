@@ -17,12 +17,6 @@ from zerox.ranks.roll_call import RollCall
 
 CPU = torch.device("cpu")
 _num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_listed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those of new_group()
-
-
-def is_scripts_own(group: dist.ProcessGroup) -> bool:
-    """Whether torch knows it and it is none of ours."""
-    return group not in _listed and group in _torch.listed_groups()
 
 
 def same_ranks(
@@ -45,7 +39,6 @@ def same_ranks(
     except RuntimeError as error:
         raise RuntimeError(f"zerox: ranks {ranks} could not connect for a group of zerox's own: {error}") from error
     assert isinstance(made, dist.ProcessGroup)
-    _listed.add(made)
     return made
 
 

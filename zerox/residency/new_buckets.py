@@ -101,9 +101,10 @@ class NewBuckets:
                 yield bucket
                 if not was_filled:
                     buffer.share_out(self.residents, index, places[index - first])
-            self.residents.end_filling()
-        finally:
-            self.residents.give_up_filling()  # what the caller, or the above, raised before: no rank waits for it
+            self.residents.await_filled()
+        except BaseException:  # the caller's, too: then no rank waits for what is not filled here
+            self.residents.give_up_filling()
+            raise
 
     def _named(self, buckets: Sequence[Bucket | FrozenBucket]) -> list[Resident]:
         """Those that are trained, then the frozen ones."""

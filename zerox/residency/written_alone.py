@@ -4,6 +4,7 @@ csrc/residency/peer_shards.h."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -12,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zerox import _C as C
+from zerox import _torch
 from zerox.params.compiled_regions import keep_from_dynamo
 from zerox.ranks.calls import warn_caller
-from zerox.ranks.own_groups import is_scripts_own
 
 if TYPE_CHECKING:
     from zerox.residency.residency import Residency
@@ -27,12 +28,16 @@ NOT_PUT_BACK = (
 
 @dataclass
 class Watched:
-    """``ranks``: all that have shards. ``not_put_back``: what is to be said where they synchronize. ``thread``: that
-    of the optimizer's caller."""
+    """``ranks``: all that have shards. ``not_put_back``: what is to be said where they synchronize. ``caller``: of
+    the optimizer, its process and thread."""
 
     ranks: frozenset[int]
     not_put_back: str = ""
-    thread: int = field(default_factory=get_ident)
+    caller: tuple[int, int] = field(default_factory=lambda: caller_here())
+
+
+def caller_here() -> tuple[int, int]:
+    return os.getpid(), get_ident()
 
 
 _all: WeakKeyDictionary[Residency, Watched] = WeakKeyDictionary()
@@ -49,26 +54,28 @@ def come(group: dist.ProcessGroup | None) -> None:
     Whoever waits for a write of this rank goes on, whatever optimizer the parameters belong to; and what this one has
     written alone is taken back.
     """
-    if _all and group is not None:
-        for sharded in _of(group):
+    ranks = _ranks_of(group) if _all and group is not None else None
+    for sharded in _with_shards() if ranks is not None else ():
+        if _all[sharded].ranks == ranks:
             _come(sharded)
 
 
 def come_in_script(group: dist.ProcessGroup) -> None:
-    """The same before a collective call of the script's own, as ``dist.barrier()``.
+    """The same before a collective call of the script's own, as ``dist.barrier()``, of these ranks and maybe others.
 
     Those of other threads don't count: one that saves a checkpoint comes to them at other moments on other ranks.
     """
-    if is_scripts_own(group):
-        for sharded in _of(group):
-            if _all[sharded].thread == get_ident():
+    if group in _torch.listed_groups():  # else it is ours
+        ranks, caller = _ranks_of(group), caller_here()
+        for sharded in _with_shards():
+            if _all[sharded].ranks <= ranks and _all[sharded].caller == caller:
                 _come(sharded)
 
 
 def _come(sharded: Residency) -> None:
+    sharded.residents.come()
     if sharded.under_way is None and not sharded.depth:
         take_back(sharded)
-    sharded.residents.come()
 
 
 def take_back(sharded: Residency) -> None:
@@ -88,11 +95,9 @@ def take_refusal(gather: object) -> str:
     return str(why)
 
 
-def _of(group: dist.ProcessGroup) -> list[Residency]:
-    """What is sharded over the same ranks."""
-    ranks = _ranks_of(group)
+def _with_shards() -> list[Residency]:
     every = [reference() for reference in _all.keyrefs()]  # at once: another thread may build an optimizer
-    return [each for each in every if each is not None and _all[each].ranks == ranks and each.residents.has_shards]
+    return [each for each in every if each is not None and each.residents.has_shards]
 
 
 def _ranks_of(group: dist.ProcessGroup) -> frozenset[int]:
