@@ -1,4 +1,5 @@
-"""Also where PYTHONDONTWRITEBYTECODE is set: tests start hundreds of processes, and each would compile zerox anew."""
+"""Bytecode is written, also where PYTHONDONTWRITEBYTECODE is set: tests start hundreds of processes, and each would
+compile zerox anew."""
 
 import os
 import sys

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+from torch import Tensor
+
 from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, FrozenBucket, Member, rooms
 from zerox.memory.flat import give_out
@@ -98,18 +100,22 @@ class Adoption:
 
     def _give_loose(self, plan: Plan, members: Sequence[Member]) -> None:
         """Parameters that are not trained, and lie in no bucket, get their ranks' first values."""
-        core, subgroups, model = self.core, self.core.grads.subgroups, self.core.grads.model
+        subgroups = self.core.grads.subgroups
         in_buckets = {place for each in plan.frozen for place in each.params}
         loose = [m for place, m in enumerate(members) if not m.param.requires_grad and place not in in_buckets]
         for member in loose:
-            subgroup = subgroups.of_group[member.group]
-            if subgroup is subgroups.all:
-                core.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
-            subgroup.broadcast_own(member.local, f"parameter '{member.name}'")
-            model.broadcast_values(member.local, model.replicated_over(member.param))
+            if subgroups.of_group[member.group] is subgroups.all:
+                self.core.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
+            self._give_along_axes(member, member.local)
+
+    def _give_along_axes(self, member: Member, values: Tensor) -> None:
+        """Values of one parameter: to the ranks that share it, if these are not all, and along other axes."""
+        subgroups, model = self.core.grads.subgroups, self.core.grads.model
+        subgroups.of_group[member.group].broadcast_own(values, f"parameter '{member.name}'")
+        model.broadcast_values(values, model.replicated_over(member.param))
 
     def _make_buckets(self, plan: Plan, members: Sequence[Member]) -> list[Bucket]:
-        """Those that are trained, each with its values before the next one has any."""
+        """Returns those that are trained. Each, frozen ones too, has its values before the next one has any."""
         core, made = self.core, []
         inside = [(each, [members[place] for place in each.params]) for each in plan.frozen]
         frozen = [FrozenBucket(each, those, core.gather.make_buffer) for each, those in inside]
@@ -148,13 +154,10 @@ class Adoption:
         core.update.add_bucket(bucket, core.groups.param_groups)
 
     def _adopt_frozen(self, bucket: FrozenBucket, index: int) -> None:
-        core, buffer = self.core, bucket.buffer
-        subgroups, model = core.grads.subgroups, core.grads.model
+        buffer = bucket.buffer
         if buffer.left is None:
-            core.ranks.broadcast(buffer.flat, f"the parameters of {bucket.describe(index)}")
+            self.core.ranks.broadcast(buffer.flat, f"the parameters of {bucket.describe(index)}")
             for slot, member in enumerate(bucket.members):
-                home = buffer.home(slot)
-                subgroups.of_group[member.group].broadcast_own(home, f"parameter '{member.name}'")
-                model.broadcast_values(home, model.replicated_over(member.param))
+                self._give_along_axes(member, buffer.home(slot))
         give_out(buffer.slots())
         buffer.start()

@@ -26,6 +26,10 @@ NOT_PUT_BACK = (
 )
 
 
+def _caller() -> tuple[int, int]:
+    return os.getpid(), get_ident()
+
+
 @dataclass
 class Watched:
     """``ranks``: all that have shards. ``not_put_back``: what is to be said where they synchronize. ``caller``: of
@@ -33,11 +37,7 @@ class Watched:
 
     ranks: frozenset[int]
     not_put_back: str = ""
-    caller: tuple[int, int] = field(default_factory=lambda: caller_here())
-
-
-def caller_here() -> tuple[int, int]:
-    return os.getpid(), get_ident()
+    caller: tuple[int, int] = field(default_factory=_caller)
 
 
 _all: WeakKeyDictionary[Residency, Watched] = WeakKeyDictionary()
@@ -54,8 +54,10 @@ def come(group: dist.ProcessGroup | None) -> None:
     Whoever waits for a write of this rank goes on, whatever optimizer the parameters belong to; and what this one has
     written alone is taken back.
     """
-    ranks = _ranks_of(group) if _all and group is not None else None
-    for sharded in _with_shards() if ranks is not None else ():
+    if not _all or group is None:
+        return
+    ranks = _ranks_of(group)
+    for sharded in _with_shards():
         if _all[sharded].ranks == ranks:
             _come(sharded)
 
@@ -66,7 +68,7 @@ def come_in_script(group: dist.ProcessGroup) -> None:
     Those of other threads don't count: one that saves a checkpoint comes to them at other moments on other ranks.
     """
     if group in _torch.listed_groups():  # else it is ours
-        ranks, caller = _ranks_of(group), caller_here()
+        ranks, caller = _ranks_of(group), _caller()
         for sharded in _with_shards():
             if _all[sharded].ranks <= ranks and _all[sharded].caller == caller:
                 _come(sharded)
