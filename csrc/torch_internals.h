@@ -81,6 +81,12 @@ inline AccumulatorNode known_accumulator_of(const at::Tensor& param) {
 }
 inline auto& hooks_of(const at::Tensor& param) { return torch::autograd::impl::hooks(param); }
 
+// As `param.data = values`, which torch refuses where one of them is on the meta device. The tensor stays the same one for
+// modules, hooks and weak references.
+inline void set_data_of_meta(const at::Tensor& param, const at::Tensor& values) {
+  param.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+}
+
 inline AccumulatorNode current_node() { return torch::autograd::get_current_node(); }
 inline int64_t current_graph_task() { return torch::autograd::get_current_graph_task_id(); }
 inline const auto* current_exec_info() { return torch::autograd::get_current_graph_task_exec_info(); }

@@ -93,6 +93,7 @@ CPU = torch.device("cpu")
 GLOO = dist.ProcessGroup.BackendType.GLOO
 MODULE, IGNORING, UPDATED, CUT = nn.Linear(2, 2), ignoring(), updated_inside(), dtensor()
 OPTIMIZER = torch.optim.SGD(MODULE.parameters(), lr=1.0)
+ATTENTION, ON_META = nn.MultiheadAttention(2, 1), torch.empty(1, device="meta")
 ROWS = torch.sparse_coo_tensor([[1]], [[2.0]], (3, 1), check_invariants=False)
 MESH = SimpleNamespace(get_coordinate=lambda: None, _is_current_rank_part_of_mesh=lambda: False)
 NOWHERE: Any = SimpleNamespace(shape=(2,), placements=[], device_mesh=MESH)
@@ -123,6 +124,8 @@ USES = [
         "offsets_of",
         lambda: _torch.offsets_of(NOWHERE),
     ),
+    Use(torch.UntypedStorage, "_cdata", "storage_of", lambda: _torch.storage_of(ON_META), id(ON_META)),
+    Use(nn.MultiheadAttention, "_reset_parameters", "reset_of", lambda: _torch.reset_of(ATTENTION), None),
     Use(Tensor, "_make_wrapper_subclass", "make_wrapper", lambda: _torch.make_wrapper(DTensor, (1,), (1,))),
     Use(
         of_torch("autograd.grad_mode"),

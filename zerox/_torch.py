@@ -320,6 +320,25 @@ def decline_cuda(counter: bytes, offset: int) -> None:
         torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
 
 
+# ---- how modules get their first values
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What two tensors have in common that share a storage, also on the meta device. Without it all differ."""
+    return getattr(tensor.untyped_storage(), "_cdata", id(tensor))
+
+
+def reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module's own parameters their first values: ``reset_parameters()``, which some of torch's modules
+    have under another name. Without that, as for a module that has neither, None."""
+    return getattr(module, "reset_parameters", None) or (
+        getattr(module, "_reset_parameters", None) if isinstance(module, RESET_BY_ANOTHER) else None
+    )
+
+
+RESET_BY_ANOTHER = (nn.MultiheadAttention, nn.Transformer)
+
+
 # ---- torch's DistributedDataParallel
 
 

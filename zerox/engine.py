@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,9 +23,11 @@ from zerox.optimizer.groups import Groups
 from zerox.optimizer.hand_out import hand_out, hand_out_buffers
 from zerox.optimizer.join import JoinFace, Joining
 from zerox.optimizer.look_around import look_around
+from zerox.optimizer.materialize import Materializer
 from zerox.optimizer.mean_gradient import MeanGradient, MeanGradientFace
 from zerox.optimizer.memory_bytes import MemoryBytes, measure
 from zerox.optimizer.moved import Moved
+from zerox.optimizer.on_meta import Init, check_asked, device_of
 from zerox.optimizer.one_gradient import OneGradient, OneGradientFace
 from zerox.optimizer.param_groups import ParamGroups, ParamGroupsFace, not_taken_in
 from zerox.optimizer.profiled import range_of_zero_grad, with_hooks
@@ -47,6 +49,15 @@ from zerox.state.optimizer_state import OptimizerState, OptimizerStateFace
 from zerox.update.update import FusedUpdate, Update
 
 
+class Around(NamedTuple):
+    """Of a constructor's arguments those that say what there is around the optimizer: ranks, and the model."""
+
+    process_group: GroupArgument
+    norm_group: Any = None
+    model: torch.nn.Module | None = None
+    init: Init | None = None
+
+
 class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, OptimizerStateFace, OneStateFace):
     """``make_rules()`` update the parameters. What it, ``make_defaults`` or ``make_options`` refuses on one rank, all
     raise. Raises as :class:`zerox.FusedShardedAdam`. See Note [Parts of an optimizer].
@@ -64,26 +75,29 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
         make_rules: Callable[[], Rules],
         make_defaults: Callable[[], dict[str, Any]],
         make_options: Callable[[], OptimizerOptions],
-        process_group: GroupArgument,
-        norm_group: Any = None,
+        around: Around,
     ) -> None:
         params = listed(params)
         own = OwnParams(params)
-        process_group = group_of(tensors_in(params), process_group)
+        process_group = group_of(tensors_in(params), around.process_group)
         with call_ranks(process_group) as roll_call:
             rules = make_rules()
             defaults = make_defaults()
             groups = self._groups = Groups(self, rules, make_options())
             super().__init__(params, defaults)
             members = list(members_of(self.param_groups, own.params))
-            check_params([m.name for m in members], [m.param for m in members])
-            device = members[0].param.device if members else torch.device("cpu")
+            tensors = [m.param for m in members]
+            check_asked(around.model, around.init, tensors)
+            check_params([m.name for m in members], tensors, has_model=around.model is not None)
+            device = device_of(tensors, process_group)
             groups.options.check_pairs({}, device={device.type})
-            model = find_axes([m.param for m in members], lambda i: members[i].quoted, process_group, norm_group)
+            model = find_axes(tensors, lambda i: members[i].quoted, process_group, around.norm_group)
             ranks = find_ranks(process_group, device, roll_call)
         advise_mesh(ranks, process_group, groups.options.stage_plan)
         with ranks.failure_told():
             core = self._core = Core(ranks, groups, own, model, self._make_update)
+            if around.model is not None:
+                groups.model = weakref.ref(around.model)
             adoption = self._adoption = Adoption(core)
             self._groups = ParamGroups(core, adoption)
             self._state = OptimizerState(core)
@@ -95,7 +109,7 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
             Moved(core)
             FirstLook(core)
             weakref.finalize(self, core.let_go).atexit = False
-        adoption.adopt(members)
+        adoption.adopt(members, Materializer.of(around.model, around.init, members, ranks))
         groups.note_seen()
 
     # ---- the training loop -------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ from zerox.rules.local_optimizer import LocalOptimizerClass, full_name
 from zerox.rules.of_groups import Rules
 
 BACKENDS = ("gloo", "nccl")
-OF_ALL = ("process_group", "norm_group", "optimizer_class")  # of the constructors' arguments, those that are no options
+# Of the constructors' arguments, those that are no options.
+OF_ALL = ("process_group", "norm_group", "model", "init", "optimizer_class")
 
 
 def estimate(

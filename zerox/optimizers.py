@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zerox.engine import Engine
+from zerox.engine import Around, Engine
+from zerox.optimizer.on_meta import Init
 from zerox.options import LocalOptimizerOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
@@ -65,6 +66,10 @@ class FusedShardedAdam(Engine):
             buckets, or an eighth of the parameters if that is more; inf: each is fetched once a step.
         gradient_divisor: what the ranks' sum of gradients is divided by: a positive number, 1 for the sum itself; None:
             the number of ranks, for their mean. A param group may have another one. See also :meth:`mean_over`.
+        model: the module that has the parameters, where some are on the meta device: they get memory and first values
+            here, bucket by bucket, and with ``stage=3`` no rank ever has all of them. Buffers on meta do too.
+        init: a function of a module that gives its own parameters and buffers first values. It is called as by
+            ``model.apply()``, with rank 0's random numbers. None: each module's ``reset_parameters()``.
         foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
         differentiable: must be False.
 
@@ -97,6 +102,8 @@ class FusedShardedAdam(Engine):
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        model: torch.nn.Module | None = None,
+        init: Init | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -104,7 +111,7 @@ class FusedShardedAdam(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, adam.ADAM.name), locals()
         defaults, options = _by_name(adam.defaults, given), _by_name(OptimizerOptions, given)
-        super().__init__(params, make_rules, defaults, options, process_group, norm_group)
+        super().__init__(params, make_rules, defaults, options, Around(process_group, norm_group, model, init))
 
 
 class FusedShardedSGD(Engine):
@@ -138,6 +145,8 @@ class FusedShardedSGD(Engine):
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        model: torch.nn.Module | None = None,
+        init: Init | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -145,7 +154,7 @@ class FusedShardedSGD(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, sgd.SGD.name), locals()
         defaults, options = _by_name(sgd.defaults, given), _by_name(OptimizerOptions, given)
-        super().__init__(params, make_rules, defaults, options, process_group, norm_group)
+        super().__init__(params, make_rules, defaults, options, Around(process_group, norm_group, model, init))
 
 
 class FusedShardedLion(Engine):
@@ -182,6 +191,8 @@ class FusedShardedLion(Engine):
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        model: torch.nn.Module | None = None,
+        init: Init | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -189,7 +200,7 @@ class FusedShardedLion(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, lion.LION.name), locals()
         defaults, options = _by_name(lion.defaults, given), _by_name(OptimizerOptions, given)
-        super().__init__(params, make_rules, defaults, options, process_group, norm_group)
+        super().__init__(params, make_rules, defaults, options, Around(process_group, norm_group, model, init))
 
 
 class ShardedOptimizer(Engine):
@@ -203,7 +214,7 @@ class ShardedOptimizer(Engine):
         params: as for :class:`zerox.FusedShardedAdam`.
         optimizer_class: for example ``torch.optim.SGD``. It is tried first, on small tensors, for some milliseconds: a
             class in which one element depends on another is refused.
-        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb, gradient_divisor: as in
+        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb, gradient_divisor, model, init: as in
             :class:`zerox.FusedShardedAdam`.
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
             works on 16 bits.
@@ -233,6 +244,8 @@ class ShardedOptimizer(Engine):
         master_weights: str | None = "auto",
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        model: torch.nn.Module | None = None,
+        init: Init | None = None,
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
@@ -258,8 +271,7 @@ class ShardedOptimizer(Engine):
                 resident_mb=resident_mb,
                 gradient_divisor=gradient_divisor,
             ),
-            process_group,
-            norm_group,
+            Around(process_group, norm_group, model, init),
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **step_options: Any) -> Any:  # type: ignore[override]

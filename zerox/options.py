@@ -140,7 +140,8 @@ class OptimizerOptions:
         for name, param, rule, divisor, over in params:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
             form = self.state_form(param)
-            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), form, grads, rule, divisor, over))
+            of_plan = form, grads, rule, divisor, over, param.is_meta
+            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), *of_plan))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
@@ -225,8 +226,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool = True) -> None:
-    """ValueError naming the first parameter that can't be sharded, and why. Not ``allocated``: it may be a meta one.
+def check_params(
+    names: Sequence[str], params: Sequence[Tensor], allocated: bool = True, has_model: bool = False
+) -> None:
+    """ValueError naming the first parameter that can't be sharded, and why. Not ``allocated``: it may be a meta one, as
+    with ``has_model``, where it gets memory.
 
     RuntimeError under torch.inference_mode().
     """
@@ -235,11 +239,14 @@ def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool
             "zerox: an optimizer can't be built under torch.inference_mode(), its parameters could never be trained: "
             "build it outside"
         )
+    first: tuple[str, Tensor] | None = None
     for name, param in zip(names, params, strict=True):
-        why = _unfit(param, allocated)
-        if not why and param.device != params[0].device:
+        gets_memory = has_model and param.is_meta
+        why = _unfit(param, allocated and not gets_memory)
+        first = first or (None if gets_memory else (name, param))
+        if not why and not gets_memory and first is not None and param.device != first[1].device:
             raise ValueError(
-                f"zerox: all parameters must be on one device: {quote(names[0], params[0])} is on {params[0].device}, "
+                f"zerox: all parameters must be on one device: {quote(*first)} is on {first[1].device}, "
                 f"{quote(name, param)} on {param.device}"
             )
         if why := why or _foreign(param):
@@ -249,7 +256,7 @@ def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool
 def _unfit(param: Tensor, allocated: bool) -> str:
     """Why a parameter can't be sharded anywhere; empty if it can."""
     if param.is_meta and allocated:
-        return "is on the meta device: give it storage (to_empty()) first"
+        return "is on the meta device: pass the model that has it as model=, and it gets memory and first values here"
     if is_lazy(param):
         return "is not initialized: run a forward of its lazy module first"
     if param.is_inference() and allocated:

@@ -50,6 +50,13 @@ bool has_own_storage(const at::Tensor& tensor) {
   return tensor.has_storage() && (buffer_of(tensor) != nullptr || find_unknown_memory(tensor) != nullptr);
 }
 
+void give_memory(const at::Tensor& param, const at::Tensor& home) {
+  TORCH_INTERNAL_ASSERT(param.is_meta() && !home.is_meta());
+  TORCH_INTERNAL_ASSERT(param.sizes() == home.sizes() && param.scalar_type() == home.scalar_type());
+  TORCH_INTERNAL_ASSERT(internals::known_accumulator_of(param) == nullptr);
+  internals::set_data_of_meta(param, home);
+}
+
 void find_unknown_memory_by(FindMemory find) { find_unknown_memory = find; }
 
 bool can_forbid_reads() { return internals::can_forbid_reads<c10::StorageImpl>; }

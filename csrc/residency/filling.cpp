@@ -9,15 +9,13 @@
 namespace zx {
 
 // What is filled here may go once all have filled it.
-void Filling::let_go(int64_t bucket) {
-  {
-    const BucketCopies::Lock lock(copies_.mutex);
-    if (copies_.cache(lock)[bucket].may_go || !copies_[bucket].is_filled()) return;
-  }
+void Filling::let_first_go() {
+  const int64_t bucket = filled_.front();
   const Doing doing([this, bucket] { return "the first values of " + copies_[bucket].name; });
   peers_->await_filled(copies_[bucket].places);
   const BucketCopies::Lock lock(copies_.mutex);
   copies_.cache(lock)[bucket].may_go = true;
+  filled_.pop_front();
 }
 
 void Filling::begin(int64_t bucket) {
@@ -26,7 +24,7 @@ void Filling::begin(int64_t bucket) {
     const BucketCopies::Lock lock(copies_.mutex);
     return copies_.cache(lock).fits_beside_pinned(room.bytes());
   };
-  for (; num_let_go_ < bucket && !has_space(); ++num_let_go_) let_go(num_let_go_);
+  while (!filled_.empty() && !has_space()) let_first_go();
   {
     const BucketCopies::Lock lock(copies_.mutex);
     Cache& cache = copies_.cache(lock);
@@ -56,6 +54,7 @@ void Filling::end(int64_t bucket, std::vector<ShardPlace> by_rank) {
     const BucketCopies::Lock lock(copies_.mutex);
     Copy& copy = copies_.cache(lock)[bucket];
     copy.may_go = was_filled || sharded.rows != nullptr;
+    if (!copy.may_go) filled_.push_back(bucket);
     is_whole = copies_.uses(lock).is_whole();
     if (copy.state == Copy::State::resident) {
       copies_.forbid_writes(bucket, lock);
@@ -71,12 +70,7 @@ void Filling::end(int64_t bucket, std::vector<ShardPlace> by_rank) {
 }
 
 void Filling::await_filled() {
-  int64_t count = 0;
-  {
-    const BucketCopies::Lock lock(copies_.mutex);
-    count = copies_.size(lock);
-  }
-  for (; num_let_go_ < count; ++num_let_go_) let_go(num_let_go_);
+  while (!filled_.empty()) let_first_go();
 }
 
 }  // namespace zx

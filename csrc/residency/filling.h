@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -15,11 +16,14 @@ namespace zx {
 
 // Note [A new bucket is filled]
 // An optimizer's limit holds from its first bucket on. So all its new buckets are added before they have values, and
-// all ranks tell each other where their shards will be. Then the buckets are filled, one after the other:
+// all ranks tell each other where their shards will be. Then the buckets are filled, in one order on all ranks:
 //
 //   begin()      it gets memory, for which others are released
 //                the parameters' values move in, rank 0's come over them, and the shard takes this rank's part
 //   end()        its shard is announced, operators are watched, and it may be released
+//
+// One after the other, but those whose parameters were on the meta device: their values come module by module, and a
+// module's parameters may lie in several buckets (zerox/plan/materialize.py).
 //
 // What is released has to be fetched again, so it is released only when all ranks have filled it. Neighbours' stamps
 // say so, for which begin() waits if it needs the room, and else await_filled(). Shards that come by message are waited
@@ -48,13 +52,13 @@ class Filling {
   void give_up() { publisher_.give_up_filling(); }
 
  private:
-  void let_go(int64_t bucket);
+  void let_first_go();
 
   BucketCopies& copies_;
   Turns& turns_;
   Publisher& publisher_;
   const std::shared_ptr<const PeerShards> peers_;
-  int64_t num_let_go_ = 0;  // of all, from the first one on; they came in this order
+  std::deque<int64_t> filled_;  // here, maybe not on all ranks: first those that were filled first
 };
 
 }  // namespace zx

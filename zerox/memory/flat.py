@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class FlatBuffer:
     as one of them. Moving in takes memory for the bucket once more. ``flat``: memory that parameters move into later.
     """
 
+    agrees = False  # whether its values are the same on all ranks already
     shard_is_apart = False  # no whole copy of the parameters lasts beside the shards (ZeRO stage 3)
     left: LeftBucket | None = None  # a deleted optimizer's, which has the values, the same on all ranks
 
@@ -51,6 +53,11 @@ class FlatBuffer:
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device) if flat is None else flat
         if flat is None:
             take_in(self.slots(), values_of(self.slots()))
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether its parameters have no memory yet: all of a bucket or none."""
+        return self.params[0].is_meta
 
     def slots(self) -> list[BufferSlot]:
         return [(self, slot) for slot in range(len(self.params))]
@@ -122,8 +129,9 @@ class ShardedBuffer(FlatBuffer):
         self.own_shards = own_shards
         self.left = left
         self.homes: list[Tensor] = []
-        self.own = left.shard if left else empty(own_shards.numel, params[0].dtype, params[0].device, place=1)
-        super().__init__(params, layout, room.tensor(params[0].dtype))
+        flat = room.tensor(params[0].dtype)
+        self.own = left.shard if left else empty(own_shards.numel, flat.dtype, flat.device, place=1)
+        super().__init__(params, layout, flat)
         places = zip(self.shapes, self.strides, layout.offsets, strict=True)
         self.homes = [C.view_unseen(self.flat, *place) for place in places]
 
@@ -158,9 +166,17 @@ class ShardedBuffer(FlatBuffer):
 
     def start(self) -> None:
         """What is kept takes its part of them. What was ``left`` has it."""
-        if self.left is None:
-            self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
+        if not self.agrees:
+            self.keep_own()
         self.left = None
+
+    def keep_own(self) -> None:
+        """Takes this rank's part of the buffer's values."""
+        self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
+
+    @property
+    def agrees(self) -> bool:  # type: ignore[override]
+        return self.is_shared_out
 
     def let_shard_go(self) -> None:
         """All is whole, for good."""
@@ -191,6 +207,19 @@ class ShardedBuffer(FlatBuffer):
 
 
 BufferSlot = tuple[FlatBuffer, int]
+
+
+class Unfilled(NamedTuple):
+    """``buffers`` whose parameters are on meta. To be called: begin() with the index of one that needs its memory,
+    end() when it has all its values, the same on all ranks, and let_go() before something reads it after that."""
+
+    buffers: Sequence[FlatBuffer]
+    begin: Callable[[int], None]
+    end: Callable[[int], None]
+    let_go: Callable[[], None]
+
+
+Materialize = Callable[[Unfilled], None]
 
 
 def values_of(slots: Sequence[BufferSlot]) -> list[Tensor]:

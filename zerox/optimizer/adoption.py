@@ -13,6 +13,7 @@ from zerox.memory.bucket import Bucket, FrozenBucket, Member, rooms
 from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.optimizer.core import Core
+from zerox.optimizer.materialize import Materializer
 from zerox.optimizer.planning import Around, plan_members, subgroups_in_order
 from zerox.optimizer.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
 from zerox.plan.plan import Plan, TrainedPlan
@@ -47,24 +48,27 @@ class Adoption:
         check_pairs(core.options, core.grads.subgroups, groups, known, calls)
         core.calls.own.check(groups, core.rules, core.options, bool(core.grads.model.axes))
 
-    def adopt(self, members: Sequence[Member]) -> None:
-        """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
+    def adopt(self, members: Sequence[Member], materializer: Materializer | None = None) -> None:
+        """Makes buckets for the trainable ones of ``members``; watches the others. Collective. ``materializer``: gives
+        those on meta their first values."""
         core, model = self.core, self.core.grads.model
         ranks, groups = core.ranks, core.groups.param_groups
         with ranks.refusals_told():
             self.check_pairs(members, core.overlap is not None)
             check_axes(model, members)
             check_rows(groups, members, core.grads, core.gather.shards_params)
+            if materializer is not None:
+                materializer.look()
         check_terms(core.options, core.grads.subgroups, groups, members)
         core.calls.own.agree(ranks, [*core.members, *members])
         with ranks.failure_told():
             check_model(model, ranks, core.options, groups, members)
-            self._take_over(members)
+            self._take_over(members, materializer)
         ranks.barrier("all have made their buckets")
 
     # ---- inside
 
-    def _take_over(self, members: Sequence[Member]) -> None:
+    def _take_over(self, members: Sequence[Member], materializer: Materializer | None) -> None:
         core, groups = self.core, self.core.groups.param_groups
         trained = [member for member in members if member.param.requires_grad]
         adopted = {id(member.param) for member in trained}
@@ -76,10 +80,10 @@ class Adoption:
         planned = [*(each.bucket for each in plan.trained), *plan.frozen]
         core.gather.find_left([([members[place].local for place in each.params], each.layout) for each in planned])
         core.calls.take_tables([(members[table.place], table) for table in plan.tables], groups, core.rules, divisors)
-        self._check_room(plan, members)
+        self._check_room(plan, members, materializer)
         self._give_loose(plan, members)
         self.widened.take(member.param for member in trained)
-        made = self._make_buckets(plan, members)
+        made = self._make_buckets(plan, members, materializer)
         core.calls.scale.of_groups = divisors
         core.grads.let_decide(decisions())
         if made and core.overlap is not None:
@@ -93,16 +97,19 @@ class Adoption:
         around = Around(core.options, core.rules, subgroups.ranks.backend, sizes, core.gather.shards_params)
         return plan_members(around, subgroups, core.grads.model, core.groups.param_groups, members)
 
-    def _check_room(self, plan: Plan, members: Sequence[Member]) -> None:
+    def _check_room(self, plan: Plan, members: Sequence[Member], materializer: Materializer | None) -> None:
         of_trained = rooms([each.bucket for each in plan.trained], members)
         tables = self.core.calls.row_grads.rooms()
-        self.core.gather.check_room([*of_trained, *rooms(plan.frozen, members), *tables])
+        limit = self.core.gather.check_room([*of_trained, *rooms(plan.frozen, members), *tables])
+        if materializer is not None:
+            materializer.check_room(plan, members, limit)
 
     def _give_loose(self, plan: Plan, members: Sequence[Member]) -> None:
         """Parameters that are not trained, and lie in no bucket, get their ranks' first values."""
         subgroups = self.core.grads.subgroups
         in_buckets = {place for each in plan.frozen for place in each.params}
-        loose = [m for place, m in enumerate(members) if not m.param.requires_grad and place not in in_buckets]
+        still = [m for place, m in enumerate(members) if not m.param.requires_grad and place not in in_buckets]
+        loose = [member for member in still if not member.param.is_meta]
         for member in loose:
             if subgroups.of_group[member.group] is subgroups.all:
                 self.core.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
@@ -114,13 +121,15 @@ class Adoption:
         subgroups.of_group[member.group].broadcast_own(values, f"parameter '{member.name}'")
         model.broadcast_values(values, model.replicated_over(member.param))
 
-    def _make_buckets(self, plan: Plan, members: Sequence[Member]) -> list[Bucket]:
+    def _make_buckets(self, plan: Plan, members: Sequence[Member], materializer: Materializer | None) -> list[Bucket]:
         """Returns those that are trained. Each, frozen ones too, has its values before the next one has any."""
         core, made = self.core, []
         inside = [(each, [members[place] for place in each.params]) for each in plan.frozen]
         frozen = [FrozenBucket(each, those, core.gather.make_buffer) for each, those in inside]
         trained, num_frozen = iter(plan.trained), 0
-        with closing(core.gather.add_buckets(self._without_values(plan, members), frozen, core.tables)) as new:
+        without_values = self._without_values(plan, members)
+        materialize = None if materializer is None else materializer.materialize
+        with closing(core.gather.add_buckets(without_values, frozen, core.tables, materialize)) as new:
             for bucket in new:
                 if isinstance(bucket, Bucket):
                     self._adopt_trained(bucket, next(trained))
@@ -141,7 +150,7 @@ class Adoption:
     def _adopt_trained(self, bucket: Bucket, plan: TrainedPlan) -> None:
         core, model = self.core, self.core.grads.model
         subgroup = subgroups_in_order(core.grads.subgroups)[plan.subgroup]
-        if bucket.buffer.left is None:
+        if not bucket.buffer.agrees:
             subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
             model.broadcast(bucket.buffer.flat, model.replicated_over(bucket.members[0].param))
         give_out(bucket.buffer.slots())
@@ -155,7 +164,7 @@ class Adoption:
 
     def _adopt_frozen(self, bucket: FrozenBucket, index: int) -> None:
         buffer = bucket.buffer
-        if buffer.left is None:
+        if not buffer.agrees:
             self.core.ranks.broadcast(buffer.flat, f"the parameters of {bucket.describe(index)}")
             for slot, member in enumerate(bucket.members):
                 self._give_along_axes(member, buffer.home(slot))

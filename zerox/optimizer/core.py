@@ -164,6 +164,11 @@ class Core:
         return self.groups.options
 
     @property
+    def model_given(self) -> Any:
+        """To the constructor, if it lives."""
+        return self.groups.model()
+
+    @property
     def frozen(self) -> list[Member]:
         """Parameters that have no bucket."""
         return self.groups.frozen

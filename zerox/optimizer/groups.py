@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,8 @@ NAMES = "param_names"  # of a group, where parameters were given with names
 
 
 class Groups:
-    """``frozen``: parameters that have no bucket. ``seen``: the parameters of each group, as ranks know them."""
+    """``frozen``: parameters that have no bucket. ``seen``: the parameters of each group, as ranks know them.
+    ``model()``: that which the constructor was given, if it lives."""
 
     def __init__(self, optimizer: TorchOptimizer, rules: Rules, options: OptimizerOptions) -> None:
         self._optimizer: Any = weakref.ref(optimizer)
@@ -28,6 +29,7 @@ class Groups:
         self.options = options
         self.frozen: list[Member] = []
         self.seen: list[list[Tensor]] = []
+        self.model: Callable[[], Any] = lambda: None
 
     @property
     def optimizer(self) -> TorchOptimizer:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, FrozenBucket, named_params
-from zerox.memory.flat import BufferSlot, FlatBuffer, give_out, take_in, values_of
+from zerox.memory.flat import BufferSlot, FlatBuffer, Materialize, Unfilled, give_out, take_in, values_of
+from zerox.memory.pages import zeros
 from zerox.memory.row_table import RowTable
 from zerox.model_names import naming
 from zerox.plan.layout import Layout
@@ -34,14 +35,24 @@ class ParamGather:
         self.num_ordered = 0  # buckets at the time when the order of their use was learned
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:
-        return FlatBuffer(params, layout)
+        on_meta = params[0].is_meta
+        flat = zeros(layout.numel, params[0].dtype, self.ranks.device) if on_meta else None
+        return FlatBuffer(params, layout, flat)
 
     def add_buckets(
-        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+        self,
+        trained: Iterable[Bucket],
+        frozen: Iterable[FrozenBucket],
+        tables: Sequence[RowTable],
+        materialize: Materialize | None = None,
     ) -> Generator[Bucket | FrozenBucket, None, None]:
         """Takes new ones, and yields each with this rank's values: the caller then makes them the same on all ranks.
         Parameters that are not trained have buckets only where they are sharded; ``tables`` may have been added
-        before. Collective."""
+        before. With ``materialize`` some have parameters on meta, which it gives values. Collective."""
+        if materialize is not None:
+            trained = list(trained)
+            on_meta = [bucket.buffer for bucket in trained if bucket.buffer.is_on_meta]
+            materialize(Unfilled(on_meta, lambda _: None, lambda _: None, lambda: None))
         for bucket in trained:
             yield bucket
             self.buckets.append(bucket)

@@ -6,6 +6,7 @@ cut, rectangles: the part of a tensor that tensor parallelism left a rank, and a
 buckets: which parameters share a bucket
 form, kept: how a number is stored for each element, and what is kept for one
 stage: a ZeRO stage as data
+materialize: in which order parameters on the meta device get their first values
 plan: what an optimizer is built from; rank_bytes adds up its bytes, with peak for gradients and resident for stage 3
 choices, combinations: the options, and which go together, by rulings; pairs_of_tables: the same for sparse=True
 environment: the environment variables, and what each means

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from zerox.plan.form import FLOAT32, Form
@@ -25,7 +25,7 @@ class ParamSpec:
     ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one;
     ``rule``: the name of its update rule; ``divisor``: of the ranks' sum of its gradients, None for their number;
     ``replicated_over``: model axes whose ranks have the same parameter. In buckets of their own these lie alike on all
-    of them, whatever else these ranks have.
+    of them, whatever else these ranks have. ``on_meta``: it has no memory yet.
     """
 
     name: str
@@ -37,11 +37,13 @@ class ParamSpec:
     rule: str = ""
     divisor: float | None = None
     replicated_over: tuple[int, ...] = ()
+    on_meta: bool = False
 
     @property
-    def kind(self) -> tuple[str, Form, str, str, float | None, tuple[int, ...]]:
+    def kind(self) -> tuple[Hashable, ...]:
         """What all parameters of a bucket have in common."""
-        return self.dtype, self.state_form, self.grad_dtype, self.rule, self.divisor, self.replicated_over
+        of_grads = self.grad_dtype, self.divisor, self.replicated_over
+        return self.dtype, self.state_form, self.rule, *of_grads, self.on_meta
 
     @property
     def nbytes(self) -> int:

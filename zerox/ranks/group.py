@@ -381,6 +381,14 @@ def with_questions(ranks: Ranks, group: dist.ProcessGroup, processes: Sequence[i
     return replace(ranks, neighbours=replace(ranks.neighbours, linger=linger, questions=questions))
 
 
+def has_nccl(process_group: GroupArgument) -> bool:
+    """Whether its ranks exchange an accelerator's tensors over NCCL."""
+    group = choose_group(process_group)
+    with contextlib.suppress(RuntimeError):  # it has no backend for them
+        return group is not None and _torch.backend_of(group, torch.device("cuda")).name() == "nccl"
+    return False
+
+
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that moves tensors of ``device`` in this group: gloo moves an accelerator's through the host."""
     for type_ in dict.fromkeys([device.type, "cpu"]):

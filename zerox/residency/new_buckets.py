@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
-from zerox.memory.flat import ShardedBuffer
+from zerox.memory.flat import Materialize, ShardedBuffer, Unfilled
 from zerox.memory.left_bucket import LeftBucket
 from zerox.memory.row_table import RowTable
 from zerox.memory.table_buffer import TableBuffer
@@ -60,7 +60,7 @@ class NewBuckets:
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
         if left := self.left.get(id(params[0])):
             return ShardedBuffer(params, layout, self._own_shards(layout), left.room, left)
-        made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, params[0].device)
+        made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, self.ranks.device)
         return ShardedBuffer(params, layout, self._own_shards(layout), made)
 
     def find_left(self, planned: Sequence[tuple[Sequence[Tensor], Layout]]) -> None:
@@ -76,11 +76,16 @@ class NewBuckets:
         return Span(layout.shard_span(first).start, layout.shard_span(first + together - 1).stop)
 
     def add(
-        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+        self,
+        trained: Iterable[Bucket],
+        frozen: Iterable[FrozenBucket],
+        tables: Sequence[RowTable],
+        materialize: Materialize | None = None,
     ) -> Generator[Bucket | FrozenBucket, None, None]:
         """Adds ``tables`` that are new, and buckets, which have no values yet and fit: see check_room(). Then yields
         each bucket with this rank's values, in which the caller puts those that are the same on all ranks, into the
-        shard too; and it may be released when the next one is asked for. Collective.
+        shard too; and it may be released when the next one is asked for. Those on meta have been through all of that
+        before, by ``materialize``. Collective.
 
         See Note [A new bucket is filled] in csrc/residency/filling.h.
         """
@@ -93,9 +98,11 @@ class NewBuckets:
             for index, (each, by_rank) in enumerate(zip(made, places, strict=True), first):
                 if isinstance(each.buffer, TableBuffer) or each.buffer.left is not None:
                     each.buffer.share_out(self.residents, index, by_rank)
+            if materialize is not None:
+                self._materialize(materialize, [buffer_of(bucket) for bucket in buckets], first, places)
             for index, bucket in enumerate(buckets, first):
                 buffer = buffer_of(bucket)
-                was_filled = buffer.left is not None
+                was_filled = buffer.agrees
                 if not was_filled:
                     buffer.fill(self.residents, index)
                 yield bucket
@@ -105,6 +112,26 @@ class NewBuckets:
         except BaseException:  # the caller's, too: then no rank waits for what is not filled here
             self.residents.give_up_filling()
             raise
+
+    def _materialize(
+        self,
+        materialize: Materialize,
+        buffers: Sequence[ShardedBuffer],
+        first: int,
+        places: Sequence[list[C.ShardPlace]],
+    ) -> None:
+        """Those on meta, whose numbers begin with ``first``."""
+        on_meta = [place for place, buffer in enumerate(buffers) if buffer.is_on_meta]
+
+        def end(index: int) -> None:
+            buffer = buffers[on_meta[index]]
+            buffer.keep_own()
+            buffer.share_out(self.residents, first + on_meta[index], places[on_meta[index]])
+
+        def begin(index: int) -> None:
+            self.residents.begin_fill(first + on_meta[index])
+
+        materialize(Unfilled([buffers[place] for place in on_meta], begin, end, self.residents.await_filled))
 
     def _named(self, buckets: Sequence[Bucket | FrozenBucket]) -> list[Resident]:
         """Those that are trained, then the frozen ones."""

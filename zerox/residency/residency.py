@@ -15,7 +15,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox import _torch
 from zerox.memory.bucket import Bucket, FrozenBucket
-from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
+from zerox.memory.flat import BufferSlot, Materialize, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.model_names import in_text
 from zerox.options import OptimizerOptions
@@ -119,9 +119,13 @@ class Residency:
         self.new.find_left(planned)
 
     def add_buckets(
-        self, trained: Iterable[Bucket], frozen: Iterable[FrozenBucket], tables: Sequence[RowTable]
+        self,
+        trained: Iterable[Bucket],
+        frozen: Iterable[FrozenBucket],
+        tables: Sequence[RowTable],
+        materialize: Materialize | None = None,
     ) -> Generator[Bucket | FrozenBucket, None, None]:
-        return self.new.add(trained, frozen, tables)
+        return self.new.add(trained, frozen, tables, materialize)
 
     def check_room(self, added: Sequence[tuple[str, int]]) -> float:
         return self.new.check_room(added)

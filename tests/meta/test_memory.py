@@ -1,0 +1,108 @@
+"""No rank holds more than its shards, the resident limit and one module's buckets while a model on meta is made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench.allocator import Allocator, build
+from tests.memory.test_peak_sharded import free_what_is_left
+from tests.meta.rig import on_meta
+from tests.ranks import run_ranks
+from zerox import FusedShardedSGD
+from zerox._C import most_room_bytes, room_bytes
+
+MIB = 2**20
+LAYERS, WIDTH = 40, 512  # a MiB each
+LIMIT_MB = 3
+WITHIN = 1.02
+
+
+class Deep(nn.Module):
+    """``wide``: parameters of one module in two buckets of three MiB."""
+
+    def __init__(self, wide: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        if wide:
+            self.wide = nn.Bilinear(WIDTH, 3, WIDTH)
+            self.wide.bias = nn.Parameter(torch.empty(3 * WIDTH * WIDTH))
+            self.wide.reset_parameters = lambda: [nn.init.ones_(each) for each in self.wide.parameters()]  # type: ignore
+
+
+def peak(rank: int, world_size: int, library: Path, wide: bool) -> tuple[int, int, int]:
+    """Bytes of rooms and of other memory at most, and of parameters."""
+    allocator = Allocator(library)
+    free_what_is_left()
+    model, made = on_meta(lambda: Deep(wide)), []
+    base, rooms = allocator.now, room_bytes()
+    most_room_bytes()
+    most = allocator.peak_of(lambda: made.append(built(model)))
+    return most_room_bytes() - rooms, most - base, sum(param.nbytes for param in model.parameters())
+
+
+def built(model: nn.Module) -> FusedShardedSGD:
+    return FusedShardedSGD(
+        model.named_parameters(), stage=3, model=model, bucket_cap_mb=1, resident_mb=LIMIT_MB, lr=0.1
+    )
+
+
+def test_rooms_stay_within_the_limit() -> None:
+    for rooms, other, params in run_ranks(peak, 4, build(), False):
+        assert rooms <= LIMIT_MB * MIB
+        assert other <= params / 4 * WITHIN + MIB
+
+
+def test_with_a_module_that_is_larger_they_have_its_buckets_too() -> None:
+    for rooms, other, params in run_ranks(peak, 2, build(), True):
+        assert LIMIT_MB * MIB < rooms <= 2 * LIMIT_MB * MIB
+        assert other <= params / 2 * WITHIN + MIB
+
+
+def warned(rank: int, world_size: int) -> list[str]:
+    with pytest.warns(UserWarning, match="first values") as found:
+        built(on_meta(lambda: Deep(wide=True)))
+    return [str(each.message) for each in found]
+
+
+def test_that_module_is_named_with_its_bytes() -> None:
+    for said in run_ranks(warned, 2):
+        assert re.search(r"module 'wide' \(Bilinear\) has parameters in buckets of 6\.0 MiB", "\n".join(said))
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Crossed(nn.Module):
+    """The first modules share buckets with the last ones, one for each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(700, 500, bias=False, dtype=dtype) for dtype in DTYPES)
+        self.middle = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.ModuleList(nn.Linear(20, 20, bias=False, dtype=dtype) for dtype in DTYPES)
+
+    def pairs(self) -> list[tuple[str, nn.Parameter]]:
+        pairs = [pair for both in zip(self.first, self.last, strict=True) for pair in both]
+        return [(str(place), each.weight) for place, each in enumerate([self.middle, *pairs])]
+
+
+def crossed(rank: int, world_size: int) -> str:
+    model = on_meta(Crossed)
+    assert isinstance(model, Crossed)
+    options: dict[str, Any] = {"stage": 3, "model": model, "bucket_cap_mb": 1.4, "lr": 0.1}
+    with pytest.raises(ValueError, match="resident_mb") as raised:
+        FusedShardedSGD(model.pairs(), resident_mb=1.5, **options)
+    assert all(param.is_meta for param in model.parameters())
+    FusedShardedSGD(model.pairs(), resident_mb=2.8, **options)
+    return str(raised.value)
+
+
+def test_a_limit_that_can_not_be_kept_is_refused() -> None:
+    for said in run_ranks(crossed, 2):
+        assert re.search(r"2\.67\d MiB of buckets are whole beside one module's, and resident_mb allows 1\.500", said)

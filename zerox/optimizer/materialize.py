@@ -1,0 +1,201 @@
+"""Gives a model on the meta device memory and first values, module by module: zerox/plan/materialize.py has the order.
+
+See Note [First values of a model on meta] in on_meta.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zerox import _C as C
+from zerox import _torch
+from zerox.memory.bucket import Member
+from zerox.memory.flat import Unfilled, dense_strides
+from zerox.model_names import in_text
+from zerox.optimizer.on_meta import Init, Initialised, find_initialised
+from zerox.plan.buckets import MIB
+from zerox.plan.materialize import Turn, largest, most_beside, turns
+from zerox.plan.plan import Plan
+from zerox.ranks.calls import warn_caller
+from zerox.ranks.group import Ranks
+
+UNWRITTEN = 0xFF  # each byte of memory without values: a NaN in any dtype of parameters, -1 in integers
+CHUNK = 1 << 20  # elements that are looked at together
+UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Materializer:
+    """Of the ``members`` on meta of ``model``, and of its buffers there."""
+
+    def __init__(self, model: nn.Module, init: Init | None, members: Sequence[Member], ranks: Ranks) -> None:
+        self.model = model
+        self.init = init
+        self.ranks = ranks
+        self.given = members
+        self.modules: list[Initialised] = []
+        self.members = {id(member.param): member for member in members if member.param.is_meta}
+        self.digests: dict[str, str] = {}  # lines that ranks compare, by the name of what they are about
+        self.unwritten: dict[str, Tensor] = {}  # parameters and buffers in which a module left memory without values
+        self.made: dict[int, tuple[Tensor, Tensor, int]] = {}  # buffers: on meta, in memory, and its version then
+
+    @staticmethod
+    def of(model: nn.Module | None, init: Init | None, members: Sequence[Member], ranks: Ranks) -> Materializer | None:
+        """None if nothing is on meta."""
+        is_asked = model is not None and any(member.param.is_meta for member in members)
+        return Materializer(model, init, members, ranks) if model is not None and is_asked else None
+
+    def look(self) -> None:
+        """ValueError, before anything has changed, for what can't be initialised."""
+        self.modules = find_initialised(self.model, self.init, self.given)
+
+    def check_room(self, plan: Plan, members: Sequence[Member], limit: float) -> None:
+        """ValueError if more than ``limit`` bytes of buckets would be whole beside those of one module. A warning that
+        names a module whose own buckets are more than that."""
+        planned = [bucket for bucket in plan.buckets if members[bucket.params[0]].param.is_meta]
+        numbers = {id(members[place].param): place for bucket in planned for place in bucket.params}
+        found = self._turns(numbers, [bucket.params for bucket in planned])
+        nbytes = [bucket.nbytes for bucket in planned]
+        beside = most_beside(found, nbytes)
+        if beside > limit:
+            raise ValueError(
+                f"zerox: while the model on the meta device gets its values, {beside / MIB:.3f} MiB of buckets are "
+                f"whole beside one module's, and resident_mb allows {limit / MIB:.3f}: raise it, or lower "
+                "bucket_cap_mb"
+            )
+        at, most = largest(found, nbytes)
+        if most > limit:
+            warn_caller(
+                f"zerox: {self.modules[at].quoted} has parameters in buckets of {most / MIB:.1f} MiB, which are whole "
+                f"at a time while it gets its first values: more than the {limit / MIB:.1f} MiB that resident_mb allows"
+            )
+
+    def materialize(self, unfilled: Unfilled) -> None:
+        """Parameters that are in none of the buffers get memory of their own. Collective."""
+        buffers = unfilled.buffers
+        numbers = {id(param): id(param) for each in buffers for param in each.params}
+        found = self._turns(numbers, [[id(param) for param in each.params] for each in buffers])
+        with torch.no_grad(), self._draws_of_first():
+            for module, turn in zip(self.modules, found, strict=True):
+                for index in turn.opens:
+                    unfilled.begin(index)
+                    for slot, param in enumerate(buffers[index].params):
+                        self._give_memory(param, buffers[index].own_home(slot))
+                if turn.goes_back:
+                    unfilled.let_go()
+                self._initialise(module)
+                for index in turn.closes:
+                    for param in buffers[index].params:
+                        self._note(self.members[id(param)].name, param, "parameter")
+                    unfilled.end(index)
+        self._note_buffers()
+        self._compare()
+
+    # ---- inside
+
+    def _turns(self, numbers: dict[int, int], buckets: Sequence[Sequence[int]]) -> list[Turn]:
+        """``numbers``: of parameters that are in buckets, by id, as ``buckets`` have them."""
+        own = [[numbers[id(param)] for param in each.params if id(param) in numbers] for each in self.modules]
+        return turns(own, buckets)
+
+    def _initialise(self, each: Initialised) -> None:
+        loose = [param for param in each.params if param.is_meta]
+        for param in loose:
+            strides = dense_strides(param)
+            made = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=self.ranks.device)
+            self._give_memory(param, made)
+        for name in each.buffers:
+            self._make_buffer(each.module, name)
+        each.run()
+        for param in loose:
+            self._note(self.members[id(param)].name, param, "parameter")
+
+    def _give_memory(self, param: Tensor, home: Tensor) -> None:
+        in_memory(home).view(torch.uint8).fill_(UNWRITTEN)
+        C.give_memory(param, home)
+
+    def _make_buffer(self, module: nn.Module, name: str) -> None:
+        """Modules that share one share what is made for it."""
+        buffer = module.get_buffer(name)
+        if id(buffer) not in self.made:
+            made = torch.empty_like(buffer, device=self.ranks.device)
+            in_memory(made).view(torch.uint8).fill_(UNWRITTEN)
+            self.made[id(buffer)] = (buffer, made, _torch.version_of(made))
+        setattr(module, name, self.made[id(buffer)][1])
+
+    def _note(self, name: str, values: Tensor, kind: str) -> None:
+        flat = in_memory(values.detach())
+        self.digests[name] = f"{kind} '{name}' with first values of digest {C.digest(flat):016x}"
+        if has_unwritten(flat):
+            self.unwritten[name] = values
+
+    def _note_buffers(self) -> None:
+        """Of those that modules have now: init may have put others in their place."""
+        ids = {id(made): version for _, made, version in self.made.values()}
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_meta:
+                self.unwritten[name] = buffer
+            elif id(buffer) in ids:
+                is_touched = _torch.version_of(buffer) != ids[id(buffer)] and not buffer.is_floating_point()
+                self._note(name, buffer, "buffer")
+                if is_touched:
+                    self.unwritten.pop(name, None)
+
+    def _compare(self) -> None:
+        known = [(member.name, member.param) for member in self.members.values()]
+        left = [
+            name for name, each in self.unwritten.items() if each.is_meta or has_unwritten(in_memory(each.detach()))
+        ]
+        with self.ranks.refusals_told():
+            if left:
+                more = f", and {len(left) - 1} more," if len(left) > 1 else ""
+                raise ValueError(
+                    f"zerox: '{left[0]}'{more} was on the meta device, and has elements to which nothing gave a "
+                    "value: init must give one to each of a module's own parameters and buffers, or make that module "
+                    "in memory"
+                )
+        way_out = "draw with torch's generators only, which all ranks get from rank 0, and on machines of one kind"
+        self.ranks.check_same(list(self.digests.values()), way_out=way_out, in_words=lambda line: in_text(line, known))
+
+    @contextmanager
+    def _draws_of_first(self) -> Iterator[None]:
+        """Inside, torch draws as on rank 0. Afterwards ranks whose generators were as rank 0's go on as it does, others
+        go back to theirs."""
+        own = generators(self.ranks.device)
+        told = self.ranks.all_gather_bytes(pickle.dumps([state.tolist() for state in own]))
+        first = [torch.tensor(state, dtype=torch.uint8) for state in pickle.loads(told[0])]
+        is_first = all(map(torch.equal, own, first))
+        set_generators(self.ranks.device, first)
+        try:
+            yield
+        finally:
+            if not is_first:
+                set_generators(self.ranks.device, own)
+
+
+def in_memory(values: Tensor) -> Tensor:
+    """Of a tensor without gaps, 1-D."""
+    return values.as_strided((values.numel(),), (1,))
+
+
+def has_unwritten(flat: Tensor) -> bool:
+    """Whether some elements have only ones, as memory has that nobody wrote."""
+    bits = flat.view(UNSIGNED[flat.itemsize])
+    none = 0xFF if flat.itemsize == 1 else -1
+    return any(bool((part == none).any()) for part in bits.split(CHUNK))
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """The states of torch's, of the host and of the device."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_generators(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
