@@ -64,6 +64,30 @@ def test_with_a_module_that_is_larger_they_have_its_buckets_too() -> None:
         assert other <= params / 2 * WITHIN + MIB
 
 
+def peak_of_redrawn(rank: int, world_size: int) -> int:
+    """The parent writes what has had its turn, in buckets that are released meanwhile."""
+    free_what_is_left()
+    model = on_meta(Deep)
+    before = room_bytes()
+    most_room_bytes()
+    optimizer = FusedShardedSGD(
+        model.named_parameters(),
+        stage=3,
+        model=model,
+        bucket_cap_mb=1,
+        resident_mb=LIMIT_MB,
+        lr=0.1,
+        init=lambda module: [nn.init.ones_(each) for each in module.parameters()],
+    )
+    del optimizer
+    return most_room_bytes() - before
+
+
+def test_what_writes_older_parameters_stays_within_the_limit_too() -> None:
+    for rooms in run_ranks(peak_of_redrawn, 2):
+        assert rooms <= LIMIT_MB * MIB
+
+
 def warned(rank: int, world_size: int) -> list[str]:
     with pytest.warns(UserWarning, match="first values") as found:
         built(on_meta(lambda: Deep(wide=True)))

@@ -166,6 +166,56 @@ def test_alone_without_ranks() -> None:
         trains_as_its_twin(0, 1, 3, variant)
 
 
+def partly(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Adapters in memory beside a frozen base on meta, in turn, and a head on meta."""
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers.append(nn.Linear(40, 40, dtype=dtype).requires_grad_(False))
+        layers.append(nn.Linear(40, 40, dtype=dtype, device="cpu"))
+    return nn.Sequential(*layers, nn.BatchNorm1d(40, device="cpu"), nn.Linear(40, 60, dtype=dtype))
+
+
+def beside_parts_in_memory(rank: int, world_size: int, stage: int, init: Any) -> None:
+    """These have rank 0's values, as ever, and are not initialised again."""
+    torch.manual_seed(rank)
+    model = on_meta(partly)
+    torch.manual_seed(0)
+    expected = on_meta(partly)
+    torch.manual_seed(SEED + rank)
+    FusedShardedAdam(model.named_parameters(), stage=stage, model=model, bucket_cap_mb=0.02, init=init)
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for module in expected:
+            if next(module.parameters()).is_meta:
+                module.to_empty(device="cpu").reset_parameters()
+    assert differing(model, expected) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("init", [None, reset])
+def test_parts_that_are_in_memory_keep_rank_0_s_values(stage: int, init: Any) -> None:
+    run_ranks(beside_parts_in_memory, 2, stage, init)
+
+
+def shared() -> nn.Module:
+    inside = nn.Linear(30, 30)
+    return nn.Sequential(inside, nn.Linear(30, 9), nn.Sequential(inside, nn.BatchNorm1d(30)))
+
+
+def with_shared_module(rank: int, world_size: int) -> None:
+    model, _ = born(shared, rank)
+    other = on_meta(shared).to_empty(device="cpu")
+    torch.manual_seed(SEED)
+    for module in (other[0], other[1], other[2][1]):
+        reset(module)
+    assert model[0] is model[2][0]
+    assert differing(model, other) == []
+
+
+def test_a_module_in_two_places_is_initialised_once() -> None:
+    run_ranks(with_shared_module, 2)
+
+
 # ---- what stays
 
 
@@ -191,7 +241,7 @@ def test_parameters_stay_the_same_objects_with_their_hooks_and_ties() -> None:
 def random_numbers(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """What ranks draw next: rank 2 has been seeded as rank 0."""
     torch.manual_seed(SEED + rank % 2)
-    expected = [float(torch.rand(1)) for _ in range(1)]
+    expected = torch.rand(1).tolist()
     torch.manual_seed(SEED + rank % 2)
     model = on_meta(Net)
     optimizer = FusedShardedAdam(model.named_parameters(), stage=3, model=model)
@@ -200,9 +250,9 @@ def random_numbers(rank: int, world_size: int) -> tuple[list[float], list[float]
 
 
 def test_ranks_of_another_seed_go_on_with_it() -> None:
-    (_, first), (expected, second), (_, third) = run_ranks(random_numbers, 3)
+    (undrawn, first), (expected, second), (_, third) = run_ranks(random_numbers, 3)
     assert second == expected
-    assert first == third != _
+    assert first == third != undrawn
 
 
 def exchanged(rank: int, world_size: int) -> list[str]:
