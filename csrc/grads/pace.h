@@ -1,6 +1,7 @@
 // Whether backward waits for what it has launched.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -17,14 +18,21 @@ namespace zx {
 // would run ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is
 // launched has been reduced, as the host sees it, and streams wait for each other: see Note [Streams].
 //
-// Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
-// is reduced for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
+// Another rank may be late by minutes, while it saves a checkpoint, and is waited for: all gradients may be more than
+// there is memory for. But ranks may run backwards of several optimizers in other orders, and would then wait for each
+// other. So where there are several, and nothing is reduced for two seconds, the rest of the pass goes on without
+// waiting. A rank that follows the others launches nothing
 // before they synchronize: there is no waiting at all then.
 
 // Under Buckets::mutex, but for await().
 class Pace {
  public:
-  Pace(std::shared_ptr<Flights> flights, bool is_kept) : flights_(std::move(flights)), is_kept_(is_kept) {}
+  Pace(std::shared_ptr<Flights> flights, bool is_kept) : flights_(std::move(flights)), is_kept_(is_kept) {
+    num_kept_ += static_cast<int>(is_kept_);
+  }
+  ~Pace() { num_kept_ -= static_cast<int>(is_kept_); }
+  Pace(const Pace&) = delete;
+  Pace& operator=(const Pace&) = delete;
 
   // Whether some rank takes part only at a sync point, so that nothing is reduced before.
   void set_followed(bool followed) { is_followed_ = followed; }
@@ -38,10 +46,13 @@ class Pace {
   bool await() const {
     constexpr int64_t kMostUnreduced = 1;
     constexpr std::chrono::milliseconds kPatience{2000};
-    return flights_->await_all_but(kMostUnreduced, kPatience);
+    constexpr std::chrono::milliseconds kPatienceIfOnlyOne{300'000};
+    return flights_->await_all_but(kMostUnreduced, num_kept_ > 1 ? kPatience : kPatienceIfOnlyOne);
   }
 
  private:
+  static inline std::atomic<int> num_kept_ = 0;  // of this process
+
   const std::shared_ptr<Flights> flights_;
   const bool is_kept_;
   bool is_followed_ = false;
