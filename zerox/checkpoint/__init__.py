@@ -9,6 +9,7 @@ saved_rows: says how each part of a bucket's state comes from the file, and then
 blocks: 8-bit state whose blocks were counted otherwise
 parts: runs DCP's planner over zerox's group; everyone: lets ranks fail together
 reader: trusts no file; records: reads elements into their place; writer: needs memory for one tensor
+weight_parts: which rectangles of weights are this rank's; safetensors_file: the header of such a file
 convert: makes other files of it; from_torch: reads torch's
 """
 
