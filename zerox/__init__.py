@@ -21,7 +21,7 @@ except Exception as error:
     _broken = str(error) if isinstance(error, ImportError) else f"zerox: {type(error).__name__}: {error}"
     _cause = error
 if TYPE_CHECKING:
-    from zerox.checkpoint import CheckpointError, latest, load, remove, save
+    from zerox.checkpoint import CheckpointError, latest, load, remove, save, save_weights
 
 __all__ = [
     "CheckpointError",
@@ -42,6 +42,7 @@ __all__ = [
     "remove",
     "rigl",
     "save",
+    "save_weights",
     "set_",
     "sparse_params",
 ]

@@ -10,11 +10,13 @@ blocks: 8-bit state whose blocks were counted otherwise
 parts: runs DCP's planner over zerox's group; everyone: lets ranks fail together
 reader: trusts no file; records: reads elements into their place; writer: needs memory for one tensor
 weight_parts: which rectangles of weights are this rank's; safetensors_file: the header of such a file
+weight_saving: save_weights(); weight_plan: which files it writes; weight_writer: how; weight_folder: where
 convert: makes other files of it; from_torch: reads torch's
 """
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.place import remove
 from zerox.checkpoint.store import latest, load, save
+from zerox.checkpoint.weight_saving import save_weights
 
-__all__ = ["CheckpointError", "latest", "load", "remove", "save"]
+__all__ = ["CheckpointError", "latest", "load", "remove", "save", "save_weights"]

@@ -1,4 +1,4 @@
-"""What save() and load() were given, looked at before ranks synchronize: each mistake is one line with the way out."""
+"""What save(), load() and their kin were given, before ranks synchronize: each mistake is one line with the way out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def check_arguments(call: str, path: Any, model: Any, optimizer: Any) -> None:
         raise TypeError(
             f"{order}, and optimizer is {_a(optimizer)}, which is no optimizer of zerox: {_way_out(optimizer)}"
         )
+
+
+def check_weights_arguments(call: str, optimizer: Any, path: Any) -> None:
+    """TypeError for anything but an optimizer of zerox and a path. ``call``: "zerox.save_weights()", for the text."""
+    order = f"{call} takes (optimizer, path)"
+    if isinstance(optimizer, str | os.PathLike) and isinstance(path, Engine):
+        raise TypeError(f"{order}, and got (path, optimizer): swap the two")
+    if isinstance(optimizer, nn.Module):
+        raise TypeError(f"{order}, and optimizer is {_a(optimizer)}: pass the optimizer that trains this model")
+    if not isinstance(optimizer, Engine):
+        raise TypeError(
+            f"{order}, and optimizer is {_a(optimizer)}, which is no optimizer of zerox: {_way_out(optimizer)}"
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{order}, and path is {_a(path)}: pass a string or a Path")
 
 
 def _way_out(given: Any) -> str:
