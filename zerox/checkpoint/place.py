@@ -83,7 +83,11 @@ class Target:
             os.close(_lock(self.folder))
             self.clear()
         self.folder.mkdir(parents=True)
-        self._descriptor = _lock(self.folder)
+        try:
+            self._descriptor = _lock(self.folder)
+        except OSError:
+            self.folder.rmdir()
+            raise
 
     def check(self) -> None:
         """CheckpointError unless it may replace what is in its place."""
@@ -116,18 +120,18 @@ class Target:
 
     def give_up(self) -> None:
         """Removes the files written so far: they may fill the disk."""
-        if self._is_ours():
+        if self.is_ours(self.folder):
             self.clear()
 
     def check_ours(self) -> None:
-        if not self._is_ours():
+        if not self.is_ours(self.folder):
             raise CheckpointError(f"another job saved to {self.path} at the same time")
 
-    def _is_ours(self) -> bool:
-        """Whether the folder is the one that claim() made: without locks, another job may have made it anew."""
-        if self._descriptor is None or not self.folder.is_dir():
+    def is_ours(self, folder: Path) -> bool:
+        """Whether it is the one that claim() made: without locks, another job may have made it anew."""
+        if self._descriptor is None or not folder.is_dir():
             return False
-        return os.path.samestat(os.fstat(self._descriptor), self.folder.stat())
+        return os.path.samestat(os.fstat(self._descriptor), folder.stat())
 
     def close(self) -> None:
         if self._descriptor is not None:

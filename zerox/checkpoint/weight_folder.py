@@ -43,7 +43,7 @@ def aside(folder: Path) -> Path:
 def find(path: Path) -> Path:
     """The folder of the weights at ``path``: the old one if a save was killed between two renames."""
     old = aside(real(path))
-    return old if not path.exists() and old.is_dir() and any(map(is_ours, os.listdir(old))) else path
+    return old if not path.exists() and old.is_dir() and any(map(is_weights, os.listdir(old))) else path
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -59,7 +59,7 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def is_ours(name: str) -> bool:
+def is_weights(name: str) -> bool:
     return OURS.fullmatch(name) is not None
 
 
@@ -107,6 +107,11 @@ class WeightTarget(Target):
     def clear(self) -> None:
         _clear(self.folder, self.place)
 
+    def give_up(self) -> None:
+        super().give_up()
+        if self.is_ours(self.aside):
+            _clear(self.aside, self.place)
+
     def put(self, files: Mapping[str, int]) -> None:  # type: ignore[override]
         """Moves the complete folder where it belongs. ``files``: the bytes of those that were written, by name."""
         self.check_ours()
@@ -133,7 +138,7 @@ class WeightTarget(Target):
         """Every file of the folder that is not replaced is in the new one too."""
         if not self.place.exists():
             return
-        others = [each for each in sorted(self.place.iterdir()) if not is_ours(each.name)]
+        others = [each for each in sorted(self.place.iterdir()) if not is_weights(each.name)]
         if others:
             (self.folder / KEPT).write_text(json.dumps([each.name for each in others]))
             for each in others:
@@ -143,12 +148,8 @@ class WeightTarget(Target):
 
     def _take_its_place(self) -> None:
         self.folder.rename(self.aside)
-        try:
-            if exchange(self.aside, self.place):
-                return
-        except OSError:
-            self.aside.rename(self.folder)
-            raise
+        if exchange(self.aside, self.place):
+            return
         self.aside.rename(self.folder)
         self.place.rename(self.aside)
         try:
@@ -160,7 +161,7 @@ class WeightTarget(Target):
     def _bring_late(self) -> None:
         """Files that came or changed after they were linked."""
         for each in self.aside.iterdir() if self.aside.is_dir() else ():
-            if not is_ours(each.name) and not _is_same(each, self.place / each.name):
+            if not is_weights(each.name) and not _is_same(each, self.place / each.name):
                 os.replace(each, self.place / each.name)
 
 
@@ -200,7 +201,7 @@ def _leftovers(folder: Path, kept: Path) -> list[Path] | None:
         file.name
         for file in found
         if (file.is_dir() and not file.is_symlink())
-        or not (is_ours(file.name) or file.name in links or _is_same(file, kept / file.name))
+        or not (is_weights(file.name) or file.name in links or _is_same(file, kept / file.name))
     ]
     if others:
         raise CheckpointError(f"{folder} is zerox's own, and holds {some(sorted(others))}: move that elsewhere")

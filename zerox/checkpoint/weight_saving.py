@@ -138,6 +138,7 @@ def _write(target: WeightTarget, plan: Plan, weights: Mapping[str, Weight], rank
             write_parts(target.folder, plan.files, parts)
         with ranks.failing_together(failure):
             if ranks.rank == 0:
+                target.check_ours()
                 target.put(_complete(target.folder, plan))
     except CheckpointError:
         with contextlib.suppress(CheckpointError, OSError):  # the error that is raised is the first one
