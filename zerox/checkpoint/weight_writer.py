@@ -100,18 +100,26 @@ def sync_files(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 def _write_part(descriptor: int, entry: Entry, part: Part) -> None:
-    values, itemsize = part.values.detach(), entry.dtype.itemsize
-    in_place = values.device == CPU and values.is_contiguous() and not (values.is_conj() or values.is_neg())
-    whole = [([0] * len(part.sizes), list(part.sizes))] if values.numel() else []
-    for offsets, sizes in whole if in_place else boxes(part.sizes, CHUNK_BYTES // itemsize):
+    values, most = part.values.detach(), CHUNK_BYTES // entry.dtype.itemsize
+    if values.device == CPU and values.is_contiguous() and not (values.is_conj() or values.is_neg()):
+        _write_rows(descriptor, entry, part.offsets, values)
+        return
+    chunk = torch.empty(min(most, values.numel()), dtype=entry.dtype, device=CPU)
+    for offsets, sizes in boxes(part.sizes, most):
         inside = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        piece = values if in_place else torch.empty(sizes, dtype=entry.dtype, device=CPU).copy_(values[inside])
-        memory = bytes_in(piece)
-        at = [own + more for own, more in zip(part.offsets, offsets, strict=True)]
-        numel, starts = runs(entry.shape, at, sizes)
-        for place, start in enumerate(starts):
-            run = memory[place * numel * itemsize : (place + 1) * numel * itemsize]
-            _write(descriptor, run, entry.start + start * itemsize)
+        piece = chunk[: math.prod(sizes)].view(sizes).copy_(values[inside])
+        _write_rows(descriptor, entry, [own + more for own, more in zip(part.offsets, offsets, strict=True)], piece)
+
+
+def _write_rows(descriptor: int, entry: Entry, offsets: Sequence[int], values: Tensor) -> None:
+    """Contiguous ``values`` of the CPU, which are the weight's from ``offsets`` on."""
+    if not values.numel():
+        return
+    memory, itemsize = bytes_in(values), entry.dtype.itemsize
+    numel, starts = runs(entry.shape, offsets, values.shape)
+    for place, start in enumerate(starts):
+        run = memory[place * numel * itemsize : (place + 1) * numel * itemsize]
+        _write(descriptor, run, entry.start + start * itemsize)
 
 
 def bytes_in(tensor: Tensor) -> memoryview:
