@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,50 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerox
+from tests.checkpoint.weight_folders import FORMATS, write_weights
 from tests.checkpoint.weights import CASES, MESHES, Case, Everything, contents, exchanging, made, optimizer_of, step
 from tests.kernels.shards import same_bits
 from tests.ranks import Once
 from zerox import FusedShardedAdam, load_weights
 from zerox.checkpoint import weights as module
-from zerox.checkpoint.safetensors_file import make_header
 from zerox.checkpoint.weight_reader import WeightReader
+from zerox.rules.rule import REMAINDER
 
-FORMATS = ("safetensors", "one in a folder", "several", "torch", "several of torch", "zerox")
-
-
-def write_safetensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """By hand: the package is not there in every environment."""
-    header, entries = make_header([(name, t.dtype, t.shape) for name, t in tensors.items()], {"format": "pt"})
-    with file.open("wb") as stream:
-        stream.write(header)
-        for name in entries:
-            stream.write(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def write(kind: str, source: dict[str, Tensor], folder: Path) -> Path:
-    """Returns what load_weights() is given. ``source``: without names that share a weight with another."""
-    folder.mkdir()
-    names = list(source)
-    parts = [names[i::3] for i in range(3)]
-    if kind == "safetensors":
-        write_safetensors(source, folder / "any name")
-        return folder / "any name"
-    if kind == "one in a folder":
-        write_safetensors(source, folder / "model.safetensors")
-    elif kind == "torch":
-        torch.save(source, folder / "weights.pt")
-        return folder / "weights.pt"
-    else:
-        ending = "safetensors" if kind == "several" else "bin"
-        stem = "model" if kind == "several" else "pytorch_model"
-        files = [f"{stem}-{i + 1:05}-of-00003.{ending}" for i in range(3)]
-        for file, own in zip(files, parts, strict=True):
-            tensors = {name: source[name] for name in own}
-            write_safetensors(tensors, folder / file) if kind == "several" else torch.save(tensors, folder / file)
-        weight_map = {name: file for file, own in zip(files, parts, strict=True) for name in own}
-        content = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(content))
-    return folder
+KINDS = (*FORMATS, "zerox")
 
 
 def source_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -94,6 +59,17 @@ def moments_of(optimizer: FusedShardedAdam) -> list[Tensor]:
     return [t.clone() for t in kept if id(t) not in masters] + [b.steps.clone() for b in optimizer.inside.buckets]
 
 
+def masters_follow(optimizer: FusedShardedAdam) -> bool:
+    """Whether masters stand for the parameters' values, and nothing else."""
+    own = [(b.master, b.param_shard) for b in optimizer.inside.buckets]
+    own += [(table.master, table.own_values) for table in optimizer.inside.tables]
+    kept = [(master, values) for master, values in own if master is not None]
+    return all(
+        not master.values.any() if master.spec == REMAINDER else same_bits(master.values, values.float())
+        for master, values in kept
+    )
+
+
 Bits = list[Tensor]
 
 
@@ -101,16 +77,14 @@ def load_all(rank: int, size: int, cases: dict[str, Case], folder: str) -> dict[
     """By case and format: what was loaded, whether moments stayed, bytes read, and a training from there on."""
     found: dict[tuple[str, str], Any] = {}
     for place, (name, case) in enumerate(cases.items()):
-        kinds = (
-            FORMATS if name in ("stage 2", "stage 3", "two levels, sharded") else FORMATS[place % len(FORMATS) :][:1]
-        )
+        kinds = KINDS if name in ("stage 2", "stage 3", "two levels, sharded") else KINDS[place % len(KINDS) :][:1]
         for kind in kinds:
             path = Path(folder, f"{size} {name} {kind}")
             if kind == "zerox":
                 saver = made(case, 5)
                 zerox.save(path, *saver)
             elif rank == 0:
-                write(kind, source_of(case), path)
+                write_weights(kind, source_of(case), path)
             if size > 1:
                 dist.barrier()
             given = next(iter(path.iterdir())) if kind in ("safetensors", "torch") else path
@@ -121,10 +95,11 @@ def load_all(rank: int, size: int, cases: dict[str, Case], folder: str) -> dict[
             with counting(seen):
                 keys = load_weights(optimizer, given)
             assert tuple(keys) == ([], [])
+            follow = masters_follow(optimizer)
             loaded, stays = contents(model), all(map(same_bits, moments_of(optimizer), before))
             written = all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
             step(model, optimizer, rank, 1)
-            found[name, kind] = loaded, stays, written, seen[0].nbytes, trained_from(case, given, rank)
+            found[name, kind] = loaded, stays and follow, written, seen[0].nbytes, trained_from(case, given, rank)
     return found
 
 
@@ -175,7 +150,7 @@ def test_weights_are_loaded_to_the_bit_and_each_byte_is_read_once(runs: dict[int
             assert loaded.keys() == source.keys()
             for each in source:
                 assert same_bits(loaded[each], source[each]), (kind, each)
-            assert stays, "moments and steps stay"
+            assert stays, "moments and steps stay, and masters follow"
             assert written, "autograd must see it"
         read = sum(found[name, kind][3] for found in of_ranks)
         assert read == sum(value.nbytes for value in stored.values())

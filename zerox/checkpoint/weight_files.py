@@ -6,6 +6,7 @@ Names of files come from other people's files, and lead nowhere but into the fol
 from __future__ import annotations
 
 import enum
+import errno
 import io
 import json
 import os
@@ -32,6 +33,7 @@ INDEX = ".index.json"
 # As transformers looks for them: the first that is there is read.
 IN_FOLDER = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 WEIGHT_MAP = "weight_map"
+OF_OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save()'s first bytes before it wrote zip archives
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of huggingface_hub's cache: links in one lead to files in the other
 
 
@@ -85,6 +87,7 @@ class WeightFiles(NamedTuple):
 
 def find_weights(path: Path) -> WeightFiles:
     """Raises CheckpointError, which names the file, for what has no weights; OSError where the system refuses."""
+    path = Path(os.path.abspath(path))  # other ranks may have other working folders
     folder = find(path)
     if (folder / manifest.NAME).exists():
         return _of_checkpoint(folder)
@@ -214,10 +217,10 @@ def read_torch(file: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # torch's guesses at what the file may be
         try:
             content = torch.load(str(file), mmap=True, weights_only=True, map_location="cpu")
-        except OSError:
-            raise
         except Exception as error:  # unpickling raises anything, and torch's text recommends running the file
-            raise CheckpointError(f"{file} {_why_unread(str(error))}") from None
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is that of an archive cut short
+                raise
+            raise CheckpointError(f"{file} {_why_unread(file, str(error))}") from None
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{file} has a {type(content).__name__}, and is to have a model's state_dict()")
     if content and not any(isinstance(value, Tensor) for value in content.values()):
@@ -235,13 +238,15 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _why_unread(text: str) -> str:
+def _why_unread(file: Path, text: str) -> str:
     if asked := re.search(r"GLOBAL (\S+)", text):
         return (
             f"asks for {asked[1]}, and zerox neither makes nor runs anything that a file asks for: save tensors, "
             "numbers, strings, and lists and dicts of these"
         )
-    if "mmap can only be used" in text:
+    with open_regular(file) as stream:
+        is_old = stream.read(len(OF_OLD_FORMAT)) == OF_OLD_FORMAT
+    if is_old:
         return "is in torch's old format, which can't be mapped: load it with torch.load() and save it again"
     return "was not written by torch.save(), or is damaged"
 
