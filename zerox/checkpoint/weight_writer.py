@@ -20,7 +20,7 @@ from torch import Tensor
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.safetensors_file import Entry, make_header
 from zerox.checkpoint.weight_parts import Part
-from zerox.plan.row_major import boxes, runs
+from zerox.plan.file_runs import runs, slabs
 from zerox.plan.weight_files import name_files, split
 
 CHUNK_BYTES = 2**20
@@ -105,7 +105,7 @@ def _write_part(descriptor: int, entry: Entry, part: Part) -> None:
         _write_rows(descriptor, entry, part.offsets, values)
         return
     chunk = torch.empty(min(most, values.numel()), dtype=entry.dtype, device=CPU)
-    for offsets, sizes in boxes(part.sizes, most):
+    for offsets, sizes in slabs(part.sizes, most):
         inside = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         piece = chunk[: math.prod(sizes)].view(sizes).copy_(values[inside])
         _write_rows(descriptor, entry, [own + more for own, more in zip(part.offsets, offsets, strict=True)], piece)
@@ -116,10 +116,10 @@ def _write_rows(descriptor: int, entry: Entry, offsets: Sequence[int], values: T
     if not values.numel():
         return
     memory, itemsize = bytes_in(values), entry.dtype.itemsize
-    numel, starts = runs(entry.shape, offsets, values.shape)
-    for place, start in enumerate(starts):
-        run = memory[place * numel * itemsize : (place + 1) * numel * itemsize]
-        _write(descriptor, run, entry.start + start * itemsize)
+    done = 0
+    for start, numel in runs(entry.shape, (tuple(offsets), tuple(values.shape))):
+        _write(descriptor, memory[done : done + numel * itemsize], entry.start + start * itemsize)
+        done += numel * itemsize
 
 
 def bytes_in(tensor: Tensor) -> memoryview:
