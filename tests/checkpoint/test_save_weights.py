@@ -30,7 +30,7 @@ from tests.rows import tables
 from tests.wrapper.own_cases import Recommender
 from tests.wrapper.own_cases import trained as train_own
 from tests.wrapper.twins import of_zerox
-from zerox import CheckpointError, FusedShardedAdam, Sparsity, save_weights
+from zerox import CheckpointError, FusedShardedAdam, Sparsity, load_weights, save_weights
 from zerox.checkpoint import weight_saving, weight_writer
 
 SIZES = ("5GB", "30KB")
@@ -267,6 +267,33 @@ def saves_stages(rank: int, _: int, folder: Path, tied: bool) -> dict[str, Tenso
 def test_stages_of_a_pipeline_write_one_model(tmp_path: Path, tied: bool) -> None:
     found = run_ranks(saves_stages, 4, tmp_path / "x", tied)
     assert same(file_of(tmp_path / "x"), found[0] | found[2])
+
+
+# ---- and back
+
+
+def loads(rank: int, _: int, way: str, folder: Path, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any]]:
+    with by_way(way, rank):
+        model, optimizer = made(seed=1, **options)
+        before = state_of(model, optimizer)
+        keys = load_weights(optimizer, folder)
+        assert not same(before, state_of(model, optimizer))
+        return state_of(model, optimizer), [*keys]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "way"),
+    [((2, 3), (3, 2), "memory"), ((3, 2), (2, 3), "messages"), ((1, 2), (4, 3), "memory")],
+)
+def test_load_weights_takes_them_back_at_any_number_of_ranks(
+    tmp_path: Path, size: str, saved_by: tuple[int, int], loaded_by: tuple[int, int], way: str
+) -> None:
+    """``saved_by``, ``loaded_by``: ranks and stage."""
+    (state, _), *_ = run_ranks(saves, saved_by[0], "memory", tmp_path, None, {"stage": saved_by[1]})
+    for found, keys in run_ranks(loads, loaded_by[0], way, tmp_path / size, {"stage": loaded_by[1]}):
+        assert same(found, state)
+        assert keys == [[], []]
 
 
 # ---- what is refused or told

@@ -21,10 +21,10 @@ from torch import nn
 from tests.checkpoint.test_place import tree
 from tests.checkpoint.weights_in_the_way import IN_THE_WAY, a_project
 from tests.ranks import run_ranks
-from zerox import CheckpointError, FusedShardedAdam, save, save_weights
+from zerox import CheckpointError, FusedShardedAdam, load_weights, save, save_weights
 from zerox.checkpoint import weight_folder, weight_saving, weight_writer
 from zerox.checkpoint.weight_folder import KEPT, WeightTarget, find
-from zerox.plan.weight_files import INDEX, ONE
+from zerox.plan.weight_split import INDEX, ONE
 
 FEW, MANY = "5GB", 20  # one file, or three of them
 CONFIG = '{"model_type": "none"}'
@@ -55,6 +55,13 @@ def value_in(folder: Path) -> float:
     assert found.keys() == {"first", "second", "third"}
     [value] = set(torch.cat(list(found.values())).tolist())
     return float(value)
+
+
+def loaded(path: Path) -> float:
+    """As load_weights() has it."""
+    model = Small(0.0)
+    load_weights(FusedShardedAdam(model.named_parameters()), path)
+    return float(model.first[0].detach())
 
 
 def with_config(path: Path, value: float = 1.0, size: Any = FEW) -> Path:
@@ -263,6 +270,7 @@ def test_at_every_step_the_folder_has_the_old_weights_or_the_new_ones(
             else:
                 is_over = True
         found = path if system != "no exchange" else find(path)
+        assert loaded(path) == value_in(found), "zerox knows where they are"
         assert value_in(found) in ((2.0,) if is_over else (1.0, 2.0)), f"killed after {survived} steps"
         assert others_in(found) == OTHERS, f"killed after {survived} steps"
         if is_over:

@@ -24,7 +24,7 @@ from tests.mortal_ranks import FORKSERVER, fail_now, start_ranks
 from zerox import CheckpointError, FusedShardedAdam, save_weights
 from zerox.checkpoint import weight_saving
 from zerox.checkpoint.weight_folder import WeightTarget
-from zerox.plan.weight_files import ONE
+from zerox.plan.weight_split import ONE
 
 NUM_KILLS = 30
 TIMEOUT_S = 20.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint import in_the_way
-from zerox.plan.weight_files import ONE
+from zerox.plan.weight_split import ONE
 
 
 def a_project(folder: Path) -> tuple[Path, str]:

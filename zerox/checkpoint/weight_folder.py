@@ -23,7 +23,7 @@ from pathlib import Path
 from zerox.checkpoint import manifest, place
 from zerox.checkpoint.manifest import CheckpointError, some
 from zerox.checkpoint.place import Kind, Target, check_replaceable, real
-from zerox.plan.weight_files import OURS
+from zerox.plan.weight_split import OURS
 
 KEPT = ".zerox-kept.json"  # in the new folder, while other files are linked into it: their names
 AT_CWD, EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -22,7 +22,7 @@ from zerox.checkpoint.weight_parts import Weight, held_by_others, model_of, weig
 from zerox.checkpoint.weight_plan import Plan, agree
 from zerox.checkpoint.weight_writer import make_files, sync_files, write_parts
 from zerox.engine import Engine
-from zerox.plan.weight_files import INDEX, bytes_of, index_text
+from zerox.plan.weight_split import INDEX, bytes_of, index_text
 from zerox.ranks.calls import named, warn_caller
 
 INSTEAD = "zerox.save() has them"

@@ -21,7 +21,7 @@ from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.safetensors_file import Entry, make_header
 from zerox.checkpoint.weight_parts import Part
 from zerox.plan.file_runs import runs, slabs
-from zerox.plan.weight_files import name_files, split
+from zerox.plan.weight_split import name_files, split
 
 CHUNK_BYTES = 2**20
 CPU = torch.device("cpu")

@@ -9,6 +9,6 @@ form, kept: how a number is stored for each element, and what is kept for one
 stage: a ZeRO stage as data
 plan: what an optimizer is built from; rank_bytes adds up its bytes, with peak for gradients and resident for stage 3
 choices, combinations: the options, and which go together, by rulings; pairs_of_tables: the same for sparse=True
-weight_files: which weights share a file of a model's folder
+weight_split: which weights share a file of a model's folder
 environment: the environment variables, and what each means
 """

@@ -11,7 +11,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zerox.plan.weight_files import OURS, bytes_of, index_text, name_files, split
+from zerox.plan.weight_split import OURS, bytes_of, index_text, name_files, split
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60))
