@@ -15,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import zerox
 from tests.checkpoint.odd_models import Odd, loss_of, made, state_of
 from tests.mesh.expert_models import batch as expert_batch
 from tests.mesh.expert_models import groups, own_part, twins
@@ -274,6 +275,35 @@ def test_stages_of_a_pipeline_write_one_model(tmp_path: Path, tied: bool) -> Non
     assert same(file_of(tmp_path / "x"), found[0] | found[2])
 
 
+def saves_then(rank: int, _: int, folder: Path, stage: int, what: str) -> dict[str, Tensor]:
+    """What a script may do before a save, or around it."""
+    model, optimizer = made(stage=stage)
+    params = [each for each in model.parameters() if each.requires_grad]
+    with ExitStack() as around:
+        if what == "inside whole()":
+            around.enter_context(optimizer.whole())
+        if what == "inference":
+            around.enter_context(torch.inference_mode())
+        elif what == "new memory":
+            for each in params:
+                each.data = each.data.clone() * 2
+        elif what == "unshard()" and stage == 3:
+            optimizer.unshard()
+        else:
+            with torch.no_grad():
+                for each in params:
+                    each.mul_(2)
+        save_weights(optimizer, folder)
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["writes", "inside whole()", "inference", "new memory", "unshard()"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_files_have_what_parameters_are_now(tmp_path: Path, stage: int, what: str) -> None:
+    state, _ = run_ranks(saves_then, 2, tmp_path / "x", stage, what)
+    assert same(file_of(tmp_path / "x"), state)
+
+
 # ---- and back
 
 
@@ -400,7 +430,14 @@ def test_other_arguments_are_one_line(tmp_path: Path, given: Any, kind: Any, say
     assert list(tmp_path.iterdir()) == []
 
 
+def saves_wrapped(rank: int, _: int, folder: Path) -> None:
+    model = zerox.DistributedDataParallel(nn.Linear(4, 4))
+    save_weights(FusedShardedAdam(model.parameters()), folder)
+
+
 def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:
+    run_ranks(saves_wrapped, 2, tmp_path / "wrapped")
+    assert file_of(tmp_path / "wrapped").keys() == {"weight", "bias"}
     model = nn.ModuleDict({"part": torch.compile(nn.Linear(4, 4), backend="eager")})
     save_weights(FusedShardedAdam(model.parameters()), tmp_path / "x")
     assert file_of(tmp_path / "x").keys() == {"part.weight", "part.bias"}

@@ -368,6 +368,16 @@ def test_a_list_of_links_that_was_not_finished_lists_nothing(tmp_path: Path, lis
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
+def test_two_folders_take_each_other_s_names(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert weight_folder.exchange(tmp_path / "a", tmp_path / "b")
+    assert tree(tmp_path) == {"a": None, "b": None, "a/b": b"", "b/a": b""}
+    with pytest.raises(FileNotFoundError, match="gone"):
+        weight_folder.exchange(tmp_path / "a", tmp_path / "gone")
+
+
 # ---- disks and other jobs
 
 
