@@ -404,6 +404,16 @@ def test_extra_state_is_told_and_left_out(tmp_path: Path) -> None:
     assert file_of(tmp_path / "x").keys() == {"0.weight", "0.bias"}
 
 
+def test_warnings_that_are_errors_come_once_all_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(Extra(4, 4))
+    optimizer = FusedShardedAdam(model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="tensors only"):
+            save_weights(optimizer, tmp_path / "x")
+    assert file_of(tmp_path / "x").keys() == {"0.weight", "0.bias"}
+
+
 MODEL = nn.Linear(3, 2)
 
 

@@ -398,6 +398,22 @@ def test_a_disk_that_is_full_says_so_with_the_file_s_name(tmp_path: Path, room: 
     assert [each.name for each in tmp_path.iterdir()] == ["x"], "and its room is there again"
 
 
+def test_room_for_all_files_is_taken_before_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parts, taken = weight_saving.write_parts, []
+
+    def look(folder: Path, *args: Any) -> None:
+        taken.extend((file.stat().st_size, 512 * file.stat().st_blocks) for file in folder.iterdir())
+        write_parts(folder, *args)
+
+    monkeypatch.setattr(weight_saving, "write_parts", look)
+    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
+    save_weights(FusedShardedAdam(model.named_parameters()), tmp_path / "x", "200KB")
+    assert len(taken) == 2
+    assert all(room >= nbytes > 160_000 for nbytes, room in taken)
+
+
 def fills(rank: int, _: int, folder: Path) -> str:
     """The disk is full on rank 1 alone, in the middle."""
     model = nn.Linear(60, 80)

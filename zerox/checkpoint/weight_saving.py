@@ -52,14 +52,15 @@ def save_weights(optimizer: Engine, folder: str | os.PathLike[str], max_shard_si
     failure = f"zerox: weights could not be saved to {path}"
     with FailingAs(failure):
         optimizer.inside.sync(SyncPoint.SAVE)
-    weights = _weights(optimizer, ranks, failure)
+    model, weights = _weights(optimizer, ranks, failure)
     plan = agree(weights, most_bytes, ranks, failure)
     _write(WeightTarget(path), plan, weights, ranks, failure)
+    if ranks.rank == 0:  # now that no rank waits for it: warnings may be errors
+        _say_what_is_missing(optimizer, model)
 
 
-def _weights(optimizer: Engine, ranks: Everyone, failure: str) -> dict[str, Weight]:
-    """By the names that files have for them. Collective."""
-    found: dict[str, Weight] = {}
+def _weights(optimizer: Engine, ranks: Everyone, failure: str) -> tuple[nn.Module, dict[str, Weight]]:
+    """The model, and its weights by the names that files have for them. Collective."""
     with ranks.failing_together(failure):
         if optimizer.inside.loading.failed:
             raise CheckpointError(optimizer.inside.loading.failed)
@@ -73,7 +74,7 @@ def _weights(optimizer: Engine, ranks: Everyone, failure: str) -> dict[str, Weig
                 "give all parameters to one, in param groups"
             )
         ties = _ties(model)
-        found = {_name(weight, ties): weight for weight in weights_of(optimizer, model)}
+        weights = {_name(weight, ties): weight for weight in weights_of(optimizer, model)}
     if own.is_asked:
         own.learn(ranks.gather(said, failure))
     with ranks.failing_together(failure):
@@ -82,9 +83,7 @@ def _weights(optimizer: Engine, ranks: Everyone, failure: str) -> dict[str, Weig
                 "parameters that no DistributedDataParallel has are each rank's own, and such files have one tensor of "
                 f"a name: {INSTEAD}, under each rank"
             )
-    if ranks.rank == 0:
-        _say_what_is_missing(optimizer, model)
-    return found
+    return model, weights
 
 
 def _ties(model: nn.Module) -> set[str]:
