@@ -97,7 +97,8 @@ def _ties(model: nn.Module) -> set[str]:
 
 
 def _name(weight: Weight, ties: set[str]) -> str:
-    return next((name for name in weight.names if name not in ties), weight.names[0])
+    """Of names from all of which transformers ties others it keeps the last one, by the alphabet."""
+    return next((name for name in weight.names if name not in ties), max(weight.names))
 
 
 def _say_what_is_missing(optimizer: Engine, model: nn.Module) -> None:
