@@ -52,6 +52,7 @@ def save_weights(optimizer: Engine, folder: str | os.PathLike[str], max_shard_si
     failure = f"zerox: weights could not be saved to {path}"
     with FailingAs(failure):
         optimizer.inside.sync(SyncPoint.SAVE)
+        optimizer.inside.gather.prepare_checkpoint()
     model, weights = _weights(optimizer, ranks, failure)
     plan = agree(weights, most_bytes, ranks, failure)
     _write(WeightTarget(path), plan, weights, ranks, failure)
@@ -65,7 +66,6 @@ def _weights(optimizer: Engine, ranks: Everyone, failure: str) -> tuple[nn.Modul
         if optimizer.inside.loading.failed:
             raise CheckpointError(optimizer.inside.loading.failed)
         model = model_of(optimizer)
-        optimizer.inside.gather.prepare_checkpoint()
         own = RanksOwn(model, optimizer, parameter_names(model, optimizer), ranks)
         said = own.describe(model)
         if others := held_by_others(optimizer, model):
