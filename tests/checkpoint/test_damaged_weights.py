@@ -503,7 +503,7 @@ def fail_midway(rank: int, size: int, path: str, stage: int, victim: int) -> tup
             with pytest.raises(RuntimeError) as error:
                 call()
             said.append(str(error.value))
-    optimizer.zero_grad()
+            optimizer.zero_grad()  # or the step that raised would raise again
     optimizer.load_state_dict(state)  # has no parameters: it is no way out
     with pytest.raises(RuntimeError, match="could not be read to its end"):
         step(model, optimizer, rank, 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from zerox.checkpoint.weight_reader import WeightReader
 from zerox.engine import Engine
 from zerox.optimizer.core import Core
 from zerox.ranks.calls import named
+from zerox.ranks.group import CPU
 from zerox.residency.residency import Residency
 
 
@@ -59,7 +63,7 @@ def load_weights(
     failure = not_loaded(path)
     with FailingAs(failure):
         core.sync(SyncPoint.SAVE)
-    files = _agree_on_files(path, ranks, failure)
+    files = _agree_on_files(core, path, ranks, failure)
     core.gather.prepare_checkpoint()
     reader = WeightReader(files)
     try:
@@ -94,19 +98,33 @@ def _check_arguments(optimizer: Any, path: Any, rename: Any) -> None:
         raise TypeError(f"{order}, and rename is {a_kind_of(rename)}: pass a function or a dict")
 
 
-def _agree_on_files(path: Path, ranks: Everyone, failure: str) -> WeightFiles:
+def _agree_on_files(core: Core, path: Path, ranks: Everyone, failure: str) -> WeightFiles:
     """Rank 0 looks, and tells the others. Collective."""
     seen: WeightFiles | None = None
     with ranks.failing_together(failure):
+        _refuse(core)
         if ranks.rank == 0:
             seen = find_weights(path)
-    told = ranks.gather((str(path), seen), failure)
+    given = ranks.gather(str(path), failure)
     with ranks.failing_together(failure):
-        if other := next((given for given, _ in told if given != told[0][0]), ""):
-            raise CheckpointError(f"ranks were given different paths: rank 0 {told[0][0]}, and some other {other}")
-    found = told[0][1]
-    assert found is not None
-    return found  # type: ignore[no-any-return]
+        if other := next((each for each in given if each != given[0]), ""):
+            raise CheckpointError(f"ranks were given different paths: rank 0 {given[0]}, and some other {other}")
+    data = b"" if seen is None else pickle.dumps(seen)
+    with FailingAs(failure):
+        return pickle.loads(_of_first(core, ranks, data, failure))  # type: ignore[no-any-return]
+
+
+def _of_first(core: Core, ranks: Everyone, data: bytes, failure: str) -> bytes:
+    """Rank 0's bytes, which may be many: gathered, each rank would have those of all. Collective."""
+    nbytes = max(ranks.gather(len(data), failure))
+    values = torch.zeros(nbytes, dtype=torch.uint8, device=CPU)
+    if data:
+        values.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    core.ranks.broadcast(values, "the names of tensors in files")
+    data = string_at(values.data_ptr(), nbytes)
+    for axis in core.grads.model.axes:
+        data = axis.gather_objects(data if axis.coordinate == 0 else b"")[0]
+    return data
 
 
 def _choose(
@@ -118,12 +136,12 @@ def _choose(
     names: dict[str, str] = {}
     known: set[str] = set()
     with ranks.failing_together(failure):
-        _refuse(optimizer.inside)
         model = model_of(optimizer)
         weights, names = weights_of(optimizer, model), renamed(files, rename)
         known = {name for weight in weights for name in weight.names} | held_by_others(optimizer, model)
     known = all_names(ranks, known, failure)
-    told = ranks.gather((strict, None if ranks.has_own_params else sorted(names.items())), failure)
+    said = "" if ranks.has_own_params else hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()
+    told = ranks.gather((strict, said), failure)
     with ranks.failing_together(failure):
         if any(each != told[0] for each in told):
             raise CheckpointError("ranks were given different arguments: rename= and strict= must be alike on all")
