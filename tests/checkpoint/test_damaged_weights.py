@@ -251,6 +251,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Given], str]] = {
     ),
     "in two files": (in_two_files, "both have 'a.bias'"),
     "nothing there": (lambda f: (f / "org" / "model", {}), r"nothing is there, .*snapshot_download\('.*org/model'\)"),
+    "a model of the Hub": (lambda f: (Path("org/model"), {}), r"nothing is there, .*snapshot_download\('org/model'\)"),
     "an empty folder": (made("x", Path.mkdir), "x is empty, and none of model.safetensors"),
     "a pipe alone": (made("x", os.mkfifo), "it is no regular file"),
     "a device": (lambda f: (Path("/dev/zero"), {}), "it is no regular file"),
@@ -354,6 +355,11 @@ def test_without_strict_the_rest_is_loaded_and_names_are_returned(tmp_path: Path
     path, arguments = renaming({"a.bias": "c", "b.bias": None})(tmp_path)
     model, optimizer = built(2)
     kept = {name: model.state_dict()[name].clone() for name in ("a.bias", "b.bias")}
+    bent, _ = DAMAGES["misshapen"][0](tmp_path / "bent")
+    with pytest.raises(
+        CheckpointError, match=r"loading state_dict for Net:\n\tsize mismatch for a[.]bias: copying a param with"
+    ):
+        load_weights(optimizer, bent, strict=False)  # as torch
     keys = load_weights(optimizer, path, strict=False, **arguments)
     assert keys == (["a.bias", "b.bias"], ["c"])
     assert (keys.missing_keys, keys.unexpected_keys) == (keys[0], keys[1])

@@ -210,6 +210,19 @@ def other_arguments(rank: int, path: str, stage: int) -> bool:
     return all(map(same_bits, everything(model, optimizer), before))
 
 
+def whole_nowhere(rank: int, path: str, stage: int) -> bool:
+    """In stage 3 no bucket is fetched for it."""
+    model, optimizer = built(stage)
+    step(model, optimizer, rank, 0)
+    if stage == 3:
+        optimizer.inside.gather.residents.set_hostile(True)
+        optimizer.inside.gather.residents.release_all()
+    optimizer.inside.take_most_resident_bytes()
+    load_weights(optimizer, path)
+    most = optimizer.inside.take_most_resident_bytes()
+    return (most == 0 or stage < 3) and has_loaded(model)
+
+
 MOMENTS: dict[str, Callable[[int, str, int], bool]] = {
     each.__name__: each
     for each in (
@@ -230,6 +243,7 @@ MOMENTS: dict[str, Callable[[int, str, int], bool]] = {
         frozen_and_thawed,
         apart,
         other_arguments,
+        whole_nowhere,
     )
 }
 

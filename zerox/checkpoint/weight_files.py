@@ -88,7 +88,7 @@ class WeightFiles(NamedTuple):
 
 def find_weights(path: Path) -> WeightFiles:
     """Raises CheckpointError, which names the file, for what has no weights; OSError where the system refuses."""
-    path = find_replaced(Path(os.path.abspath(path)))  # other ranks may have other working folders
+    given, path = path, find_replaced(Path(os.path.abspath(path)))  # other ranks may have other working folders
     folder = find(path)
     if (folder / manifest.NAME).exists():
         return _of_checkpoint(folder)
@@ -104,7 +104,7 @@ def find_weights(path: Path) -> WeightFiles:
         return _of_index(path, name) if name.endswith(INDEX) else _of_files(path, [name])
     if not os.path.lexists(path):
         raise CheckpointError(
-            f"nothing is there, and zerox downloads nothing: huggingface_hub.snapshot_download('{path}') returns the "
+            f"nothing is there, and zerox downloads nothing: huggingface_hub.snapshot_download('{given}') returns the "
             "folder of a model on the Hub"
         )
     if path.name.endswith(INDEX):

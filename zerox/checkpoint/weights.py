@@ -8,9 +8,10 @@ import pickle
 from collections.abc import Mapping, Sequence
 from ctypes import string_at
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from zerox._C import SyncPoint
 from zerox.checkpoint.arguments import a_kind_of, way_out_of
@@ -68,20 +69,20 @@ def load_weights(
     reader = WeightReader(files)
     try:
         with core.gather.updating():
-            weights, found, keys = _choose(optimizer, files, rename, strict, ranks, failure)
-            loaded = [weights[place] for place in found]
+            chosen = _choose(optimizer, files, rename, strict, ranks, failure)
+            loaded = [weight for weight, _ in chosen.pairs]
             with ranks.failing_together(failure):
                 check_homes(core, loaded)
                 # As they will lie once all is at home.
-                parts = {each.names: each.parts for each in weights_of(optimizer, model_of(optimizer), at_home=True)}
-                for place, name in found.items():
-                    reader.plan(name, parts[weights[place].names])
+                parts = {each.names: each.parts for each in weights_of(optimizer, chosen.model, at_home=True)}
+                for weight, name in chosen.pairs:
+                    reader.plan(name, parts[weight.names])
             _read_all(core, path, ranks, loaded, reader)
         give_out_loaded(core, loaded)
         core.loading.half_loaded = ""
     finally:
         reader.close()
-    return keys
+    return chosen.keys
 
 
 def _check_arguments(optimizer: Any, path: Any, rename: Any) -> None:
@@ -127,14 +128,22 @@ def _of_first(core: Core, ranks: Everyone, data: bytes, failure: str) -> bytes:
     return data
 
 
+class Chosen(NamedTuple):
+    """``pairs``: weights of the model, each with the name in the files of what it gets. ``keys``: what has no pair."""
+
+    model: nn.Module
+    pairs: list[tuple[Weight, str]]
+    keys: LoadedKeys
+
+
 def _choose(
     optimizer: Engine, files: WeightFiles, rename: Rename | None, strict: bool, ranks: Everyone, failure: str
-) -> tuple[list[Weight], dict[int, str], LoadedKeys]:
-    """The weights of the model, by place which of them come from which name in the files, and what does not fit.
-    Collective. CheckpointError on all ranks."""
+) -> Chosen:
+    """Collective. CheckpointError on all ranks for what does not fit."""
     weights: list[Weight] = []
     names: dict[str, str] = {}
     known: set[str] = set()
+    model = nn.Module()
     with ranks.failing_together(failure):
         model = model_of(optimizer)
         weights, names = weights_of(optimizer, model), renamed(files, rename)
@@ -148,7 +157,7 @@ def _choose(
         found = matched(weights, names, files)
         keys = LoadedKeys(missing(weights, found), [name for name in names if name not in known])
         complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, names, files))
-    return weights, found, keys
+    return Chosen(model, [(weights[place], name) for place, name in found.items()], keys)
 
 
 def _refuse(core: Core) -> None:
