@@ -35,8 +35,8 @@ CHUNK_BYTES = 2**22
 MOST_BYTES = 2**26  # that a manifest can have: 100,000 ranks take a tenth of it
 MOST_NAMES = 5
 WEIGHTS_ALONE = (
-    "safetensors, which has weights alone and no optimizer's state: load it into the model by "
-    "safetensors.torch.load_file() and model.load_state_dict(), build the optimizer, and call zerox.save()"
+    "safetensors, which has weights alone and no optimizer's state: load it by zerox.load_weights(optimizer, path), "
+    "and call zerox.save() for a checkpoint"
 )
 
 
