@@ -56,7 +56,7 @@ def built(mib: int, stage: int, resident_mib: float | None, **options: Any) -> t
     torch.manual_seed(1)
     with torch.device("meta"):
         model = Deep(mib // LAYER_MIB)
-    limit = {"resident_mb": resident_mib} if stage == 3 else {}
+    limit: dict[str, Any] = {"resident_mb": resident_mib} if stage == 3 else {}
     named = model.named_parameters()
     return model, zerox.FusedShardedSGD(named, stage=stage, model=model, lr=0.1, **limit, **options)
 

@@ -54,9 +54,8 @@ PartsOf = Callable[[], list[Part]]
 def model_of(optimizer: Engine) -> nn.Module:
     """The model whose parameters the optimizer has. ValueError if it was not given one, and there is none or several
     that have all of them."""
-    given = getattr(optimizer.inside, "model_given", None)
-    if given is not None and (model := given()) is not None:
-        return model  # type: ignore[no-any-return]
+    if (given := optimizer.inside.model_given) is not None:
+        return given
     params = [member.param for member in optimizer.inside.members]
     found = models_with(params)
     if len(found) > 1 and len({_described(model) for model in found}) == 1:

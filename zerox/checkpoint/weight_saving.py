@@ -63,8 +63,8 @@ def save_weights(optimizer: Engine, folder: str | os.PathLike[str], max_shard_si
 def _weights(optimizer: Engine, ranks: Everyone, failure: str) -> tuple[nn.Module, dict[str, Weight]]:
     """The model, and its weights by the names that files have for them. Collective."""
     with ranks.failing_together(failure):
-        if optimizer.inside.loading.failed:
-            raise CheckpointError(optimizer.inside.loading.failed)
+        if failed := optimizer.inside.loading.half_loaded or optimizer.inside.loading.failed:
+            raise CheckpointError(failed)
         model = model_of(optimizer)
         own = RanksOwn(model, optimizer, parameter_names(model, optimizer), ranks)
         said = own.describe(model)

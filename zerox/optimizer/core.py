@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from zerox import _C as C
 from zerox._C import SyncPoint, SyncResult
 from zerox.calls.grad_calls import GradCalls
@@ -166,7 +168,7 @@ class Core:
         return self.groups.options
 
     @property
-    def model_given(self) -> Any:
+    def model_given(self) -> torch.nn.Module | None:
         """To the constructor, if it lives."""
         return self.groups.model()
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerox import _C as C
@@ -29,7 +30,7 @@ class Groups:
         self.options = options
         self.frozen: list[Member] = []
         self.seen: list[list[Tensor]] = []
-        self.model: Callable[[], Any] = lambda: None
+        self.model: Callable[[], torch.nn.Module | None] = lambda: None
 
     @property
     def optimizer(self) -> TorchOptimizer:
