@@ -287,7 +287,7 @@ def whole_optimizer(ranks: Ranks, weighs: bool) -> list[Tensor]:
     params = parameters(ranks.device)
     found, checked = module.find_ranks, module.check_params
     module.find_ranks = lambda *_: ranks
-    module.check_params = lambda *_: None  # knows no such device
+    module.check_params = lambda *_, **__: None  # knows no such device
     try:
         optimizer = FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)
     finally:
