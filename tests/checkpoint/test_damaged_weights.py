@@ -379,17 +379,23 @@ def test_torchs_old_files_lack_counts_of_batches(tmp_path: Path) -> None:
 # ---- links, folders, and files that differ over ranks
 
 
-def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", ["abc", "abc/text_encoder"])
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path, inside: str) -> None:
     cache = tmp_path / "models--org--model"
     written = several(tmp_path)
     (cache / "blobs").mkdir(parents=True)
-    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "snapshots" / inside).mkdir(parents=True)
+    up = "../" * (2 + inside.count("/"))
     for number, file in enumerate(sorted(written.iterdir())):
         file.rename(cache / "blobs" / str(number))
-        (cache / "snapshots" / "abc" / file.name).symlink_to(f"../../blobs/{number}")
+        (cache / "snapshots" / inside / file.name).symlink_to(f"{up}blobs/{number}")
     model, optimizer = built(2)
-    load_weights(optimizer, cache / "snapshots" / "abc")
+    load_weights(optimizer, cache / "snapshots" / inside)
     assert torch.equal(model.a.weight, source()["a.weight"])
+    (cache / "blobs").rename(tmp_path / "blobs")
+    (cache / "blobs").symlink_to(tmp_path / "blobs")
+    with pytest.raises(CheckpointError, match=r"is a link to .*, outside of that folder"):
+        load_weights(optimizer, cache / "snapshots" / inside)
 
 
 def test_a_path_that_is_a_link_is_followed(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def _inside(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{folder} names a file '{name}', which is not in that folder")
     file, base = folder / name, Path(os.path.realpath(folder))
     real = Path(os.path.realpath(file))
-    is_blob = base.parent.name == SNAPSHOTS and real.parent == base.parent.parent / BLOBS
+    is_blob = any(each.name == SNAPSHOTS and real.parent == each.parent / BLOBS for each in base.parents)
     if not (real.is_relative_to(base) or is_blob):
         raise CheckpointError(
             f"{file} is a link to {real}, outside of that folder, and is not followed: pass that file's own path, or "
