@@ -108,7 +108,8 @@ class Training:
             options["lr"] = options["lr"].to(self.device)
         if way[FIRST_VALUES] == ON_META:
             options |= {"init": self.model.to_meta(), "model": self.model}
-        self.optimizer = build(self.model.named_parameters(), way, **options)
+        with self.device:  # that of parameters which are on none
+            self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
         self.sparsity = Sparsity(self.optimizer, SPARSE) if way[MASKS] == SPARSITY else None

@@ -166,8 +166,8 @@ class Materializer:
         """Inside, torch draws as on rank 0. Afterwards ranks whose generators were as rank 0's go on as it does, others
         go back to theirs."""
         own = generators(self.ranks.device)
-        told = self.ranks.all_gather_bytes(pickle.dumps([state.tolist() for state in own]))
-        first = [torch.tensor(state, dtype=torch.uint8) for state in pickle.loads(told[0])]
+        told = self.ranks.all_gather_bytes(pickle.dumps([state.numpy().tobytes() for state in own]))
+        first = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in pickle.loads(told[0])]
         is_first = all(map(torch.equal, own, first))
         set_generators(self.ranks.device, first)
         try:

@@ -68,7 +68,7 @@ def device_of(params: Sequence[Tensor], process_group: GroupArgument) -> torch.d
     default = torch.get_default_device()
     if default.type != "cuda" and has_nccl(process_group):
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if default.type == "meta" else default
+    return torch.device("cpu") if default.type == "meta" else torch.empty(0, device=default).device  # with its index
 
 
 def check_asked(model: nn.Module | None, init: Init | None, params: Sequence[Tensor]) -> None:
