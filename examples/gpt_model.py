@@ -72,17 +72,20 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.final_norm = nn.LayerNorm(shape.width, bias=False)
         self.to_logits = nn.Linear(shape.width, NUM_BYTES, bias=False)
-        self._init_weights()
+        self.apply(self.init_weights)
 
-    def _init_weights(self) -> None:
+    def init_weights(self, module: nn.Module) -> None:
+        """Of one of its modules, and of itself last, as `apply` goes."""
         std = self.shape.width**-0.5
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=std)
-        # Each block adds to the stream twice: the sum of all should not outgrow the start.
-        for block in self.blocks:
-            for out in (block.attention_out, block.mlp_out):
-                nn.init.normal_(out.weight, std=std / (2 * self.shape.layers) ** 0.5)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif module is self:
+            # Each block adds to the stream twice: the sum of all should not outgrow the start.
+            for block in self.blocks:
+                for out in (block.attention_out, block.mlp_out):
+                    nn.init.normal_(out.weight, std=std / (2 * self.shape.layers) ** 0.5)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,10 +54,13 @@ def _of_stage(options: argparse.Namespace) -> dict[str, Any]:
 def sharded(module: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
     """Raises ValueError for a class that can't be sharded."""
     params, own = module.named_parameters(), _own_options(options)
-    if options.optimizer not in FUSED:
-        return ShardedOptimizer(params, getattr(torch.optim, options.optimizer), **_of_stage(options), **own)
-    kind = FUSED[options.optimizer][0]
-    return kind(params, **_of_stage(options), state_dtype=STATE_DTYPES[options.state_dtype], **own)
+    if options.meta:  # parameters get their memory here, and the values that init gives them
+        own |= {"model": module, "init": module.init_weights}
+    with options.device if options.meta else nullcontext():
+        if options.optimizer not in FUSED:
+            return ShardedOptimizer(params, getattr(torch.optim, options.optimizer), **_of_stage(options), **own)
+        kind = FUSED[options.optimizer][0]
+        return kind(params, **_of_stage(options), state_dtype=STATE_DTYPES[options.state_dtype], **own)
 
 
 def torchs(module: torch.nn.Module, options: argparse.Namespace, fused: bool) -> tuple[str, torch.optim.Optimizer]:

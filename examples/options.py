@@ -40,6 +40,8 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     if options.compare:
         find_matplotlib("--compare")
         _prepare("--out", options.out)
+    if options.compare and options.meta:
+        raise BadInput("--compare copies the model, which has no values to copy with --meta: choose one of them")
     if options.uneven and (options.compare or options.save_dir):
         raise BadInput(
             f"--uneven does not go with {'--compare' if options.compare else '--save-dir'}: a rank that has run out of "
@@ -96,6 +98,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     training.add_argument(
         "--resident-mb", type=_positive, help="with --stage 3: MiB of parameters whole at a time (default: zerox's)"
     )
+    training.add_argument("--meta", action="store_true", help="build the model on the meta device")
     training.add_argument(
         "--state-dtype", choices=STATE_DTYPES, default="fp32", help="of zerox's state (default: %(default)s)"
     )

@@ -6,9 +6,9 @@
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir out --resume
 
 All that zerox asks of a training script is in `with_zerox` and `train_step`. `--optimizer` takes adamw, sgd, lion, or a
-class of torch.optim. `--uneven` gives ranks unequal numbers of batches, of unequal sizes. `--compare` trains a second
-model with DistributedDataParallel and torch's optimizer, from the same start on the same text, and puts both in one
-picture.
+class of torch.optim. `--meta` builds the model on the meta device: with `--stage 3` no rank ever has all of it.
+`--uneven` gives ranks unequal numbers of batches, of unequal sizes. `--compare` trains a second model with
+DistributedDataParallel and torch's optimizer, from the same start on the same text, and puts both in one picture.
 `--save-dir` leaves checkpoints, from which `--resume` goes on: with any number of ranks, and by itself where torchrun
 starts the ranks anew because one of them died.
 """
@@ -224,7 +224,11 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
 def build_trainers(options: argparse.Namespace) -> list[Trainer]:
     """zerox first; to compare, torch's fastest and, in fp32, its textbook way: all from the same parameters."""
     torch.manual_seed(options.seed)
-    module = GPT(options.shape).to(options.device, DTYPES[options.dtype])
+    if options.meta:  # without memory: each rank gets its part from the optimizer
+        with torch.device("meta"):
+            module = GPT(options.shape).to(DTYPES[options.dtype])
+    else:
+        module = GPT(options.shape).to(options.device, DTYPES[options.dtype])
     has_ways = options.dtype == "fp32" and options.optimizer in ("adamw", "sgd")
     num_others = 0 if not options.compare else 2 if has_ways else 1
     others = [copy.deepcopy(module) for _ in range(num_others)]

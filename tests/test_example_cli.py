@@ -31,6 +31,7 @@ BAD_OPTIONS = {
     "--optimizer=RMSprop --state-dtype=8bit": "--state-dtype is for adamw, sgd, lion: RMSprop keeps its state as it",
     "--optimizer=lion --compare": "torch.optim has no Lion",
     "--uneven --compare": "--uneven does not go with --compare",
+    "--meta --compare": "--compare copies the model, which has no values to copy with --meta",
     "--uneven --save-dir=here": "--uneven does not go with --save-dir",
 }
 
@@ -64,6 +65,20 @@ def test_alone_it_trains_and_reports(text: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     for expected in ("1 rank on cpu", "bytes per rank", "moments", "zerox: held-out loss", "\ndef "):
         assert expected in ended.stdout
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_on_meta_trains_as_on_one_rank(text: Path, tmp_path: Path, stage: int) -> None:
+    """The first losses: ranks draw other windows later."""
+    options = ["--data", text, "--steps=3", "--meta", f"--stage={stage}", "--quiet", *SMALLEST]
+    first = []
+    for ranks in (1, 2):
+        ended = run(*options, "--losses", tmp_path / "losses.json", ranks=ranks)
+        assert ended.returncode == 0, ended.stderr
+        losses = json.loads((tmp_path / "losses.json").read_text())
+        assert losses[-1] < losses[0]
+        first.append(losses[0])
+    assert first[0] == pytest.approx(first[1], rel=0.05)
 
 
 def test_a_class_that_can_t_be_sharded_is_refused_with_the_reason(text: Path) -> None:

@@ -46,7 +46,9 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(engine_module, "find_ranks", lambda *_: HERE.ranks)
     monkeypatch.setattr(engine_module, "check_params", lambda *_, **__: None)
     monkeypatch.setattr(engine_module, "is_capturing", lambda *_: HERE.captures)
-    monkeypatch.setattr(Ranks, "broadcast", lambda *_, **__: None)  # which the backend has not: they are the same already
+    monkeypatch.setattr(
+        Ranks, "broadcast", lambda *_, **__: None
+    )  # which the backend has not: they are the same already
     on_host = Ranks.all_reduce
 
     def all_reduce(self: Ranks, values: torch.Tensor, op: Any) -> None:

@@ -76,7 +76,9 @@ def test_training_is_that_without_overlap_and_no_stream_reads_too_early(
     here = threading.local()
     monkeypatch.setattr(engine_module, "find_ranks", lambda *_: here.ranks)
     monkeypatch.setattr(engine_module, "check_params", lambda *_, **__: None)
-    monkeypatch.setattr(Ranks, "broadcast", lambda *_, **__: None)  # which the backend has not: they are the same already
+    monkeypatch.setattr(
+        Ranks, "broadcast", lambda *_, **__: None
+    )  # which the backend has not: they are the same already
     machine().take_races()
 
     def train(ranks: Ranks, overlap: bool) -> tuple[list[Tensor], int]:
