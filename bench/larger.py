@@ -121,13 +121,10 @@ def limited(nbytes: int) -> Iterator[None]:
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(nbytes))
-        (group / "tasks").write_text("0")
-        for each in os.listdir("/proc/self/task"):
-            (group / "tasks").write_text(each)
+        (group / "cgroup.procs").write_text(str(os.getpid()))  # with all its threads
         yield
     finally:
-        for each in os.listdir("/proc/self/task"):
-            (CGROUPS / "tasks").write_text(each)
+        (CGROUPS / "cgroup.procs").write_text(str(os.getpid()))
         (group / "memory.force_empty").write_text("0")
         group.rmdir()
 
