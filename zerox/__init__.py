@@ -21,7 +21,7 @@ except Exception as error:
     _broken = str(error) if isinstance(error, ImportError) else f"zerox: {type(error).__name__}: {error}"
     _cause = error
 if TYPE_CHECKING:
-    from zerox.checkpoint import CheckpointError, latest, load, remove, save
+    from zerox.checkpoint import CheckpointError, latest, load, load_weights, remove, save, save_weights
 
 __all__ = [
     "CheckpointError",
@@ -39,9 +39,11 @@ __all__ = [
     "join",
     "latest",
     "load",
+    "load_weights",
     "remove",
     "rigl",
     "save",
+    "save_weights",
     "set_",
     "sparse_params",
 ]

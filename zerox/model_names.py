@@ -95,6 +95,12 @@ def model_with(params: Sequence[Tensor]) -> nn.Module | None:
     return max(having, key=lambda each: each[0], default=(0, None))[1]
 
 
+def models_with(params: Sequence[Tensor]) -> list[nn.Module]:
+    """The living models that have all of these, and are inside no other module."""
+    wanted = {id(param) for param in params}
+    return [model for model in _roots() if wanted <= _names(model).keys()]
+
+
 def _models() -> list[dict[int, str]]:
     """The names of the parameters of each living model, by id."""
     return [_names(module) for module in _roots()]

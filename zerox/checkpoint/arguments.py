@@ -1,4 +1,4 @@
-"""What save() and load() were given, looked at before ranks synchronize: each mistake is one line with the way out."""
+"""What save(), load() and their kin were given, before ranks synchronize: each mistake is one line with the way out."""
 
 from __future__ import annotations
 
@@ -15,18 +15,35 @@ def check_arguments(call: str, path: Any, model: Any, optimizer: Any) -> None:
     """TypeError for anything but a path, a model and an optimizer of zerox. ``call``: "zerox.save()", for the text."""
     order = f"{call} takes (path, model, optimizer)"
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{order}, and path is {_a(path)}: pass the checkpoint's folder as a string or a Path")
+        raise TypeError(f"{order}, and path is {a_kind_of(path)}: pass the checkpoint's folder as a string or a Path")
     if isinstance(model, Engine) and isinstance(optimizer, nn.Module):
         raise TypeError(f"{order}, and got (path, optimizer, model): swap the last two")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{order}, and model is {_a(model)}: pass the torch.nn.Module whose parameters are trained")
+        raise TypeError(
+            f"{order}, and model is {a_kind_of(model)}: pass the torch.nn.Module whose parameters are trained"
+        )
     if not isinstance(optimizer, Engine):
         raise TypeError(
-            f"{order}, and optimizer is {_a(optimizer)}, which is no optimizer of zerox: {_way_out(optimizer)}"
+            f"{order}, and optimizer is {a_kind_of(optimizer)}, which is no optimizer of zerox: {way_out_of(optimizer)}"
         )
 
 
-def _way_out(given: Any) -> str:
+def check_weights_arguments(call: str, optimizer: Any, path: Any) -> None:
+    """TypeError for anything but an optimizer of zerox and a path. ``call``: "zerox.save_weights()", for the text."""
+    order = f"{call} takes (optimizer, path)"
+    if isinstance(optimizer, str | os.PathLike) and isinstance(path, Engine):
+        raise TypeError(f"{order}, and got (path, optimizer): swap the two")
+    if isinstance(optimizer, nn.Module):
+        raise TypeError(f"{order}, and optimizer is {a_kind_of(optimizer)}: pass the optimizer that trains this model")
+    if not isinstance(optimizer, Engine):
+        raise TypeError(
+            f"{order}, and optimizer is {a_kind_of(optimizer)}, which is no optimizer of zerox: {way_out_of(optimizer)}"
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{order}, and path is {a_kind_of(path)}: pass a string or a Path")
+
+
+def way_out_of(given: Any) -> str:
     inner = getattr(given, "optimizer", None)
     if isinstance(inner, Engine):
         return f"pass the {type(inner).__name__} that it wraps, its .optimizer"
@@ -35,5 +52,5 @@ def _way_out(given: Any) -> str:
     return "pass the FusedShardedAdam, or another of zerox's, that trains the model"
 
 
-def _a(given: Any) -> str:
+def a_kind_of(given: Any) -> str:
     return "None" if given is None else f"of the class {type(given).__module__}.{type(given).__qualname__}"

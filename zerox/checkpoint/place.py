@@ -12,8 +12,9 @@ from __future__ import annotations
 import fcntl
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from zerox.checkpoint import manifest
 from zerox.checkpoint.manifest import CheckpointError, some
@@ -77,20 +78,35 @@ class Target:
 
         The folder is locked until :meth:`close`: of two jobs that save to one path at once, the second is refused.
         """
-        _check_replaceable(self.path, self.place)
-        _leftovers(aside(self.place))
-        if _leftovers(self.folder) is not None:  # by a save that was killed, unless it is still at work
+        self.check()
+        if self.check_leftovers():  # by a save that was killed, unless it is still at work
             os.close(_lock(self.folder))
-            _clear(self.folder)
+            self.clear()
         self.folder.mkdir(parents=True)
-        self._descriptor = _lock(self.folder)
+        try:
+            self._descriptor = _lock(self.folder)
+        except OSError:
+            self.folder.rmdir()
+            raise
+
+    def check(self) -> None:
+        """CheckpointError unless it may replace what is in its place."""
+        check_replaceable(self.path, self.place, CHECKPOINT)
+
+    def check_leftovers(self) -> bool:
+        """Whether there is ``folder`` already. CheckpointError if that, or what is aside, has others' files."""
+        _leftovers(aside(self.place))
+        return _leftovers(self.folder) is not None
+
+    def clear(self) -> None:
+        """Removes ``folder``."""
+        _clear(self.folder)
 
     def put(self, files: Mapping[str, tuple[int, int]]) -> None:
         """Moves the complete checkpoint where it belongs. ``files``: what its manifest lists."""
-        if not self._is_ours():
-            raise CheckpointError(f"another job saved to {self.path} at the same time")
+        self.check_ours()
         manifest.check(self.folder, files, contents=False)
-        _check_replaceable(self.path, self.place)  # writing took a while
+        self.check()  # writing took a while
         old = aside(self.place)
         if self.place.exists() and any(self.place.iterdir()):
             _clear(old)
@@ -104,14 +120,18 @@ class Target:
 
     def give_up(self) -> None:
         """Removes the files written so far: they may fill the disk."""
-        if self._is_ours():
-            _clear(self.folder)
+        if self.is_ours(self.folder):
+            self.clear()
 
-    def _is_ours(self) -> bool:
-        """Whether the folder is the one that claim() made: without locks, another job may have made it anew."""
-        if self._descriptor is None or not self.folder.is_dir():
+    def check_ours(self) -> None:
+        if not self.is_ours(self.folder):
+            raise CheckpointError(f"another job saved to {self.path} at the same time")
+
+    def is_ours(self, folder: Path) -> bool:
+        """Whether it is the one that claim() made: without locks, another job may have made it anew."""
+        if self._descriptor is None or not folder.is_dir():
             return False
-        return os.path.samestat(os.fstat(self._descriptor), self.folder.stat())
+        return os.path.samestat(os.fstat(self._descriptor), folder.stat())
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -132,8 +152,17 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _check_replaceable(path: Path, place: Path) -> None:
-    """CheckpointError unless ``path`` is nothing, an empty folder, or a checkpoint with nothing else in it."""
+class Kind(NamedTuple):
+    """Of what is saved in a folder: what it is called, and one in another folder. ``check(path, place)`` raises
+    CheckpointError for a folder with contents that it must not replace."""
+
+    called: str
+    example: str
+    check: Callable[[Path, Path], object]
+
+
+def check_replaceable(path: Path, place: Path, kind: Kind) -> None:
+    """CheckpointError unless ``path`` is nothing, an empty folder, or one that ``kind`` may replace."""
     for each in (path, *path.parents):
         if each.is_symlink() and not each.exists():
             raise CheckpointError(
@@ -142,14 +171,14 @@ def _check_replaceable(path: Path, place: Path) -> None:
     if not os.path.lexists(place):
         return
     if not place.is_dir():
-        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder: save to another path")
-    inside = f"save to a folder in it, such as {path / 'checkpoint'}"
+        raise CheckpointError(f"{path} is a file, and {kind.called} is a folder: save to another path")
+    inside = f"save to a folder in it, such as {path / kind.example}"
     if os.path.ismount(place):
         raise CheckpointError(f"{path} is the root of a file system, which can't be replaced: {inside}")
     if any(place.iterdir()):
-        _files_of(path, place)
+        kind.check(path, place)
         if not os.access(place, os.W_OK | os.X_OK):
-            raise CheckpointError(f"{path} is a checkpoint that may not be written to: save to another path")
+            raise CheckpointError(f"{path} is {kind.called} that may not be written to: save to another path")
     if os.path.samefile(place, os.curdir):
         raise CheckpointError(f"{path} is this process's working folder, which must not be replaced: {inside}")
 
@@ -169,6 +198,9 @@ def _files_of(path: Path, place: Path) -> list[Path]:
             "and which would be lost: move that elsewhere, or choose another path"
         )
     return [place / name for name in sorted(has, key=lambda name: name == manifest.NAME)]
+
+
+CHECKPOINT = Kind("a checkpoint", "checkpoint", _files_of)
 
 
 def _leftovers(folder: Path) -> list[Path] | None:

@@ -73,8 +73,8 @@ def save(
     subgroup_of: dict[str, tuple[int, int]] = {}
     record: dict[str, Any] = {}
     with ranks.failing_together(failure):
-        if optimizer.inside.loading.failed:
-            raise CheckpointError(optimizer.inside.loading.failed)
+        if failed := optimizer.inside.loading.half_loaded or optimizer.inside.loading.failed:
+            raise CheckpointError(failed)
         names = parameter_names(model, optimizer)
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
@@ -207,6 +207,7 @@ def load(
             optimizer.inside.loading.note_loaded()
             kept = {name: value for name, value in host["model"].items() if name in others}
             fill_others(model, kept | own.others_saved(host))
+            optimizer.inside.loading.half_loaded = ""
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]
 

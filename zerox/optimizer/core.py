@@ -60,9 +60,11 @@ class Pulls(Protocol):
 
 class Loading(Protocol):
     """The state of an optimizer, for what changes it: state/optimizer_state.py. ``failed``: what there is to say of
-    this rank's last load_state_dict(), if that raised."""
+    this rank's last load_state_dict(), if that raised. ``half_loaded``: the same of its parameters, if a load of these
+    came to no end."""
 
     failed: str
+    half_loaded: str
 
     @property
     def pulls(self) -> Pulls: ...

@@ -70,6 +70,7 @@ class OptimizerState:
         self.groups = core.groups
         self.consolidated: Consolidated | None = None
         self.failed = ""  # why this rank's last load_state_dict() raised, with several ranks
+        self.half_loaded = ""  # why parameters are not to be trained or saved: no state_dict() has these
         self.shows = ShownState()
         self.pulls = PulledState(core, self.shows, open_window(core.ranks))
         core.loading = self
@@ -210,8 +211,8 @@ class OptimizerState:
     # ---- phases
 
     def _refuse_failed(self, visit: Visit) -> None:
-        if self.failed:
-            visit.refusal = visit.refusal or refusal_after(self.failed, visit.sync_point)
+        if failed := self.half_loaded or self.failed:
+            visit.refusal = visit.refusal or refusal_after(failed, visit.sync_point)
 
     def _look_at_written(self, visit: Visit) -> None:
         if not visit.refusal and visit.sync_point not in OF_GRADIENTS:

@@ -1,0 +1,103 @@
+"""Which tensor of a file becomes which weight of the model, and what there is to say in torch's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.weight_files import Stored, WeightFiles
+from zerox.checkpoint.weight_parts import Weight
+
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
+COUNT = "num_batches_tracked"  # torch's old files lack it, and its load_state_dict() never misses it
+
+
+class LoadedKeys(NamedTuple):
+    """As torch's load_state_dict() returns: names of the model that the files lack, and what else the files have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
+    """By name in the model, the name in the files. CheckpointError if two of these become one."""
+    found: dict[str, str] = {}
+    known = [*files.tensors, *files.others]
+    if isinstance(rename, Mapping) and (unknown := [name for name in rename if name not in known]):
+        raise CheckpointError(f"rename has '{unknown[0]}', and the files have no tensor of that name")
+    for name in known:
+        new: object = name
+        if isinstance(rename, Mapping):
+            new = rename.get(name, name)
+        elif rename is not None:
+            new = rename(name)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise CheckpointError(f"rename makes {new!r} of '{name}', which is no name and not None")
+        if new in found:
+            raise CheckpointError(f"rename makes one name of '{found[new]}' and '{name}': '{new}'")
+        found[new] = name
+    return found
+
+
+def matched(weights: Sequence[Weight], names: Mapping[str, str], files: WeightFiles) -> dict[int, str]:
+    """By place among ``weights``, the name in the files. Where several names of a weight are there, the last counts,
+    as in torch's load_state_dict()."""
+    found = {}
+    for place, weight in enumerate(weights):
+        there = [names[name] for name in weight.names if name in names and names[name] in files.tensors]
+        if there:
+            found[place] = there[-1]
+    return found
+
+
+def missing(weights: Sequence[Weight], found: Collection[int]) -> list[str]:
+    """A weight of several names needs one of them."""
+    lost = [weight for place, weight in enumerate(weights) if place not in found]
+    return [name for weight in lost if not _is_count(weight) for name in weight.names]
+
+
+def _is_count(weight: Weight) -> bool:
+    return weight.shape == () and weight.names[0].rpartition(".")[2] == COUNT
+
+
+def misfits(weights: Sequence[Weight], names: Mapping[str, str], files: WeightFiles) -> list[str]:
+    """Lines for tensors of another shape, and for complex ones that would have to become real, or the reverse."""
+    found = []
+    for weight in weights:
+        for name in weight.names:
+            stored = files.tensors.get(names.get(name, ""))
+            if stored is not None and (line := _misfit(name, weight, stored)):
+                found.append(line)
+    return found
+
+
+def _misfit(name: str, weight: Weight, stored: Stored) -> str:
+    if stored.shape != weight.shape:
+        return (
+            f"size mismatch for {name}: copying a param with shape {torch.Size(stored.shape)} from checkpoint, the "
+            f"shape in current model is {torch.Size(weight.shape)}."
+        )
+    if stored.dtype.is_complex != weight.dtype.is_complex:
+        return f"dtype mismatch for {name}: {stored.dtype} in the checkpoint can't become {weight.dtype}."
+    return ""
+
+
+def complain(model: str, keys: LoadedKeys, misfitting: Sequence[str]) -> None:
+    """CheckpointError with torch's text, if there is anything to say. ``model``: its class's name."""
+    lines = [
+        f"{what} key(s) in state_dict: {', '.join(repr_of(name) for name in names)}. "
+        for what, names in (("Missing", keys.missing_keys), ("Unexpected", keys.unexpected_keys))
+        if names
+    ]
+    if lines or misfitting:
+        said = "\n\t".join([*lines, *misfitting])
+        raise CheckpointError(f"Error(s) in loading state_dict for {model}:\n\t{said}")
+
+
+def repr_of(name: str) -> str:
+    return f'"{name}"'

@@ -1,0 +1,161 @@
+"""Reads the rectangles of weights that are this rank's from files into their place, each byte once.
+
+First all files are opened, and looked at: what does not fit is known before anything changes. Then run() reads. Where
+the file's elements are as the memory's, they are read straight into it; else in pieces, which are converted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerox.checkpoint.manifest import CheckpointError, open_regular
+from zerox.checkpoint.records import Record
+from zerox.checkpoint.safetensors_file import read_header
+from zerox.checkpoint.weight_files import Chunk, Kind, Seen, Stored, WeightFiles, find_weights, read_torch
+from zerox.checkpoint.weight_parts import Part
+from zerox.plan.file_runs import Place, overlap, runs, slabs
+
+PIECE_BYTES = 2**20
+
+
+class Read(NamedTuple):
+    """The elements at ``place`` of a row-major tensor of ``shape`` and ``dtype``, which begins at byte ``start`` of
+    ``file``, into ``target``."""
+
+    file: io.FileIO
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: Place
+    target: Tensor
+
+
+class Copy(NamedTuple):
+    """Elements of a file of torch.save(), which are mapped, into ``target``."""
+
+    mapped: Tensor
+    target: Tensor
+
+
+class WeightReader:
+    """``nbytes``: how many bytes of elements it has read so far."""
+
+    def __init__(self, weights: WeightFiles) -> None:
+        self.weights = weights
+        self.nbytes = 0
+        self.reads: list[Read] = []
+        self.copies: list[Copy] = []
+        self._open: dict[str, io.FileIO] = {}
+        self._mapped: dict[str, dict[str, Tensor]] = {}
+        self._stack = ExitStack()
+
+    def plan(self, name: str, parts: Sequence[Part]) -> None:
+        """These of the tensor ``name`` in the files. CheckpointError if a file here is not as rank 0 saw it."""
+        stored = self.weights.tensors[name]
+        for part in parts:
+            for chunk in stored.chunks:
+                place = overlap((part.offsets, part.sizes), (chunk.offsets, chunk.sizes))
+                if place is not None:
+                    self._plan(name, stored, chunk, place, part)
+
+    def _plan(self, name: str, stored: Stored, chunk: Chunk, place: Place, part: Part) -> None:
+        target = part.values[_slices(_less(place, part.offsets))]
+        inside = _less(place, chunk.offsets)
+        if self.weights.kind is Kind.TORCH:
+            self.copies.append(Copy(self._tensor(chunk.file, name)[_slices(inside)], target))
+            return
+        file, start = self._file(chunk.file), chunk.start
+        if chunk.record:
+            nbytes = torch.Size(chunk.sizes).numel() * stored.dtype.itemsize
+            try:
+                start += Record(file, chunk.start, chunk.record).elements(nbytes)
+            except ValueError as error:
+                raise CheckpointError(f"{os.fsdecode(file.name)} does not have {name}: {error}") from None
+        self.reads.append(Read(file, start, stored.dtype, chunk.sizes, inside, target))
+
+    def _file(self, name: str) -> io.FileIO:
+        if name not in self._open:
+            path, seen = self.weights.folder / name, self.weights.files[name]
+            file = self._open[name] = self._stack.enter_context(open_regular(path))
+            if Seen.of(file).nbytes != seen.nbytes:
+                raise CheckpointError(f"{path} has {Seen.of(file).nbytes} bytes here, and {seen.nbytes} on rank 0")
+            if Seen.of(file) != seen:
+                self._compare(name, file)
+        return self._open[name]
+
+    def _compare(self, name: str, file: io.FileIO) -> None:
+        """Of a file that is not the very one that rank 0 saw, as on another machine: CheckpointError if it has other
+        tensors."""
+        known = self.weights.tensors
+        if self.weights.kind is Kind.CHECKPOINT:
+            is_same = find_weights(self.weights.folder).tensors == known
+        else:
+            here = {each: (e.dtype, e.shape, e.start) for each, e in read_header(file).items()}
+            there = {n: (s.dtype, s.shape, s.chunks[0].start) for n, s in known.items() if s.chunks[0].file == name}
+            is_same = here == there
+        if not is_same:
+            raise CheckpointError(f"{self.weights.folder / name} has other tensors here than on rank 0")
+
+    def _tensor(self, file: str, name: str) -> Tensor:
+        if file not in self._mapped:
+            self._mapped[file] = read_torch(self.weights.folder / file)
+        found, known = self._mapped[file].get(name), self.weights.tensors[name]
+        if found is None or (found.dtype, tuple(found.shape)) != (known.dtype, known.shape):
+            raise CheckpointError(f"{self.weights.folder / file} has another '{name}' here than on rank 0")
+        return found
+
+    def run(self) -> None:
+        """Raises OSError, and CheckpointError for a file that ends early: then part of it has been read."""
+        for read in sorted(self.reads, key=lambda each: (str(each.file.name), each.start)):
+            self._run(read)
+        for mapped, target in self.copies:
+            target.copy_(mapped)
+            self.nbytes += mapped.numel() * mapped.itemsize
+
+    def _run(self, read: Read) -> None:
+        target, (offsets, sizes) = read.target, read.place
+        if target.device.type == "cpu" and target.dtype is read.dtype and target.is_contiguous():
+            self._fill(target, read, read.place)
+            return
+        piece = torch.empty(max(1, PIECE_BYTES // read.dtype.itemsize), dtype=read.dtype, device="cpu")
+        for start, inside in slabs(sizes, piece.numel()):
+            found = piece[: torch.Size(inside).numel()].view(inside)
+            self._fill(found, read, (tuple(map(sum, zip(offsets, start, strict=True))), inside))
+            target[_slices((start, inside))].copy_(found)
+
+    def _fill(self, memory: Tensor, read: Read, place: Place) -> None:
+        """``memory``: contiguous, of the host, and of the file's dtype."""
+        view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+        size, at = read.dtype.itemsize, 0
+        for first, numel in runs(read.shape, place):
+            self._read(read.file, view[at : at + numel * size], read.start + first * size)
+            at += numel * size
+
+    def _read(self, file: io.FileIO, view: memoryview, start: int) -> None:
+        while view:
+            count = os.preadv(file.fileno(), [view], start)
+            if not count:
+                raise CheckpointError(f"{os.fsdecode(file.name)} ends at byte {start}, and ended later a moment ago")
+            self.nbytes += count
+            view, start = view[count:], start + count
+
+    def close(self) -> None:
+        self.reads, self.copies, self._mapped = [], [], {}
+        self._stack.close()
+
+
+def _less(place: Place, offsets: Sequence[int]) -> Place:
+    """Counted from ``offsets`` on."""
+    return tuple(at - first for at, first in zip(place[0], offsets, strict=True)), place[1]
+
+
+def _slices(place: Place) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(*place, strict=True))

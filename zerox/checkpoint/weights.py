@@ -1,0 +1,162 @@
+"""load_weights(): files of weights, straight into what each rank keeps of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerox._C import SyncPoint
+from zerox.checkpoint.arguments import a_kind_of, way_out_of
+from zerox.checkpoint.everyone import Everyone, FailingAs, text_of
+from zerox.checkpoint.loaded_weights import bring_home, check_homes, give_out_loaded, share_loaded
+from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.own_params import all_names
+from zerox.checkpoint.store import not_loaded
+from zerox.checkpoint.weight_files import WeightFiles, find_weights
+from zerox.checkpoint.weight_names import LoadedKeys, Rename, complain, matched, misfits, missing, renamed
+from zerox.checkpoint.weight_parts import Weight, held_by_others, model_of, weights_of
+from zerox.checkpoint.weight_reader import WeightReader
+from zerox.engine import Engine
+from zerox.optimizer.core import Core
+from zerox.ranks.calls import named
+from zerox.residency.residency import Residency
+
+
+@named("zerox.load_weights()")
+@torch.no_grad()
+def load_weights(
+    optimizer: Engine, path: str | os.PathLike[str], *, rename: Rename | None = None, strict: bool = True
+) -> LoadedKeys:
+    """Loads a model's weights from files into the parameters that ``optimizer`` has, and into the model's buffers.
+
+    ``path``: a safetensors file; a folder of Hugging Face's, or its index of several files; a folder that
+    :func:`zerox.save` wrote on any number of ranks; a file of ``torch.save(model.state_dict(), ...)``. In a folder
+    model.safetensors counts before model.safetensors.index.json, and that before pytorch_model.bin, as in transformers.
+    Nothing is downloaded, and nothing that a file asks for is run.
+
+    Each rank reads the elements that it keeps and no others, and ranks give each other what several need: no rank has
+    the model whole with ``stage=3``, and each byte is read once. Elements of another dtype are converted, as copy_()
+    does. Masters become the parameters' values, and what a mask leaves out stays 0; moments, step counts and param
+    groups stay as they are.
+
+    ``rename``: what a name in the files is called in the model; None leaves that tensor out. A function, or a dict of
+    those names that change. A weight with several names (modules that share it) is read by any of them. A parameter
+    that only another optimizer of zerox has is left to that one's call.
+
+    Returns ``(missing_keys, unexpected_keys)`` as ``model.load_state_dict`` does. Collective over the optimizer's ranks
+    and all model axes. Raises CheckpointError on all ranks, with nothing changed, for files that are damaged or not
+    there on some rank, for two tensors of one name, for shapes that differ, and if ``strict`` for names that are
+    missing or unexpected, in torch's words; also if the model is not known (the error says how to name it). If a file
+    can't be read to its end, or a rank dies meanwhile, CheckpointError too: then parameters have a part of it, and
+    ``step()`` raises until they are loaded anew. TypeError on this rank alone for other arguments than these.
+    """
+    _check_arguments(optimizer, path, rename)
+    path, core, ranks = Path(path), optimizer.inside, Everyone.of(optimizer, None)
+    failure = not_loaded(path)
+    with FailingAs(failure):
+        core.sync(SyncPoint.SAVE)
+    files = _agree_on_files(path, ranks, failure)
+    core.gather.prepare_checkpoint()
+    reader = WeightReader(files)
+    try:
+        with core.gather.updating():
+            weights, found, keys = _choose(optimizer, files, rename, strict, ranks, failure)
+            loaded = [weights[place] for place in found]
+            with ranks.failing_together(failure):
+                check_homes(core, loaded)
+                # As they will lie once all is at home.
+                parts = {each.names: each.parts for each in weights_of(optimizer, model_of(optimizer), at_home=True)}
+                for place, name in found.items():
+                    reader.plan(name, parts[weights[place].names])
+            _read_all(core, path, ranks, loaded, reader)
+        give_out_loaded(core, loaded)
+        core.loading.half_loaded = ""
+    finally:
+        reader.close()
+    return keys
+
+
+def _check_arguments(optimizer: Any, path: Any, rename: Any) -> None:
+    order = "zerox.load_weights() takes (optimizer, path)"
+    if isinstance(path, Engine):
+        raise TypeError(f"{order}, and got (path, optimizer): swap them")
+    if not isinstance(optimizer, Engine):
+        raise TypeError(
+            f"{order}, and optimizer is {a_kind_of(optimizer)}, which is no optimizer of zerox: {way_out_of(optimizer)}"
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{order}, and path is {a_kind_of(path)}: pass the file or folder as a string or a Path")
+    if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+        raise TypeError(f"{order}, and rename is {a_kind_of(rename)}: pass a function or a dict")
+
+
+def _agree_on_files(path: Path, ranks: Everyone, failure: str) -> WeightFiles:
+    """Rank 0 looks, and tells the others. Collective."""
+    seen: WeightFiles | None = None
+    with ranks.failing_together(failure):
+        if ranks.rank == 0:
+            seen = find_weights(path)
+    told = ranks.gather((str(path), seen), failure)
+    with ranks.failing_together(failure):
+        if other := next((given for given, _ in told if given != told[0][0]), ""):
+            raise CheckpointError(f"ranks were given different paths: rank 0 {told[0][0]}, and some other {other}")
+    found = told[0][1]
+    assert found is not None
+    return found  # type: ignore[no-any-return]
+
+
+def _choose(
+    optimizer: Engine, files: WeightFiles, rename: Rename | None, strict: bool, ranks: Everyone, failure: str
+) -> tuple[list[Weight], dict[int, str], LoadedKeys]:
+    """The weights of the model, by place which of them come from which name in the files, and what does not fit.
+    Collective. CheckpointError on all ranks."""
+    weights: list[Weight] = []
+    names: dict[str, str] = {}
+    known: set[str] = set()
+    with ranks.failing_together(failure):
+        _refuse(optimizer.inside)
+        model = model_of(optimizer)
+        weights, names = weights_of(optimizer, model), renamed(files, rename)
+        known = {name for weight in weights for name in weight.names} | held_by_others(optimizer, model)
+    known = all_names(ranks, known, failure)
+    told = ranks.gather((strict, None if ranks.has_own_params else sorted(names.items())), failure)
+    with ranks.failing_together(failure):
+        if any(each != told[0] for each in told):
+            raise CheckpointError("ranks were given different arguments: rename= and strict= must be alike on all")
+        found = matched(weights, names, files)
+        keys = LoadedKeys(missing(weights, found), [name for name in names if name not in known])
+        complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, names, files))
+    return weights, found, keys
+
+
+def _refuse(core: Core) -> None:
+    """CheckpointError where no rank could tell what is whose."""
+    if core.calls.own.are_some:
+        raise CheckpointError(
+            "some parameters of the optimizer are each rank's own (no DistributedDataParallel has them), and a file "
+            "has one tensor of a name: load into the model on each rank before the optimizer is built, or call "
+            "zerox.load()"
+        )
+    if isinstance(core.gather, Residency) and not core.gather.residents.has_shards:
+        raise CheckpointError("unshard() was called, and there are no shards any more: build a new optimizer")
+
+
+def _read_all(core: Core, path: Path, ranks: Everyone, loaded: Sequence[Weight], reader: WeightReader) -> None:
+    """Inside the gather's updating(), after all checks. Collective."""
+    part = f"zerox: {path} could not be read to its end, and parameters have a part of it"
+    bring_home(core, loaded)
+    core.loading.half_loaded = f"{part}: call zerox.load_weights() or zerox.load() again"
+    core.gather.mark_written()  # each rank its shards, now that none reads any more
+    with core.loading.pulls.of_all:
+        with ranks.failing_together(part):
+            reader.run()
+        try:
+            share_loaded(core, loaded)
+        except RuntimeError as error:
+            raise CheckpointError(f"{part}: {text_of(error)}") from error
+    core.loading.note_changes()
+    core.calls.record.has_looked = False
