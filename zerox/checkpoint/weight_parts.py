@@ -54,8 +54,7 @@ PartsOf = Callable[[], list[Part]]
 def model_of(optimizer: Engine) -> nn.Module:
     """The model whose parameters the optimizer has. ValueError if it was not given one, and there is none or several
     that have all of them."""
-    given = getattr(optimizer.inside, "model_given", None)
-    if given is not None and (model := given()) is not None:
+    if (model := optimizer.inside.model_given) is not None:
         return model  # type: ignore[no-any-return]
     params = [member.param for member in optimizer.inside.members]
     found = models_with(params)

@@ -1,0 +1,88 @@
+"""How models of transformers give their modules first values: by their own functions.
+
+zerox does not import it. A program that has such a model has, so its classes are looked for among
+the modules that are loaded. Names that it keeps private stand here alone.
+
+A module belongs to the nearest model of transformers around it, which initialises it as its own
+``initialize_weights()`` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+OLDEST = "5.20"
+FLAG = "_is_hf_initialized"  # of a module or a tensor that transformers' functions of init leave alone
+INIT = "_initialize_weights"  # of one module, by the model that it belongs to; sets its flag
+
+
+def kind_of(module: str, name: str) -> type | tuple[()]:
+    """A class of a package that may be loaded, for isinstance()."""
+    found = getattr(sys.modules.get(module), name, ())
+    return found if isinstance(found, type) else ()
+
+
+class Libraries:
+    """Which functions of other libraries initialise the modules of ``model``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.owners: dict[int, nn.Module] = {}
+        pretrained = kind_of("transformers.modeling_utils", "PreTrainedModel")
+        self._find(model, None, pretrained)
+
+    def init_of(self, module: nn.Module) -> Callable[[], object] | None:
+        """None for a module that belongs to no model of theirs, or has nothing on meta in it."""
+        owner = self.owners.get(id(module))
+        if owner is None or not any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+            return None
+        return partial(initialise, owner, module)
+
+    def _find(self, module: nn.Module, owner: nn.Module | None, pretrained: Any) -> None:
+        if id(module) in self.owners:
+            return
+        if isinstance(module, pretrained):
+            owner = module
+        if owner is not None:
+            self.owners[id(module)] = owner
+        for child in module.children():
+            self._find(child, owner, pretrained)
+
+
+def initialise(owner: nn.Module, module: nn.Module) -> None:
+    """A flag says that it was done on meta, as in Accelerate's ``init_empty_weights()``, where nothing came of it."""
+    init = getattr(owner, INIT, None)
+    if init is None or guard() is None:
+        raise RuntimeError(
+            f"zerox: {type(owner).__name__} has no {INIT}(), by which a model of transformers gives its modules first "
+            f"values: pip install 'transformers>={OLDEST}', or pass init="
+        )
+    vars(module).pop(FLAG, None)
+    with guard() or nullcontext():
+        init(module)
+
+
+def guard() -> AbstractContextManager[None] | None:
+    """In which torch's own functions of init leave alone what has a flag."""
+    made = getattr(sys.modules.get("transformers.initialization"), "guard_torch_init_functions", None)
+    return None if made is None else made()
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Inside, transformers' functions leave alone what is in memory now, also those of a module around it."""
+    flagged: list[Tensor] = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and not hasattr(tensor, FLAG):
+            setattr(tensor, FLAG, True)
+            flagged.append(tensor)
+    try:
+        yield
+    finally:
+        for tensor in flagged:
+            delattr(tensor, FLAG)
