@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.meta.pretrained import KINDS, WORDS, maker, pretrained_twin
+from tests.meta.pretrained import KINDS, WORDS, losses, maker, pretrained_twin
 from tests.meta.rig import CAP, SEED, born, differing, on_meta, tensors
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -31,20 +31,6 @@ def has_its_twins_values(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_architecture_has_its_twins_values(world_size: int, stage: int) -> None:
     run_ranks(has_its_twins_values, world_size, stage)
-
-
-def losses(model: Any, optimizer: FusedShardedAdam, rank: int, steps: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    found = []
-    for _ in range(steps):
-        words = torch.randint(WORDS, (4, 12), generator=generator)
-        torch.manual_seed(rank)  # of dropout
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return found
 
 
 def trains_as_its_twin(rank: int, world_size: int, stage: int, kind: str, dtype: torch.dtype) -> None:
