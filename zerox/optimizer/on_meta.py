@@ -24,7 +24,7 @@ from zerox import _C as C
 from zerox import _torch
 from zerox.memory.bucket import Member
 from zerox.model_names import quote
-from zerox.optimizer.pretrained import Libraries
+from zerox.optimizer.pretrained import Libraries, check_values
 from zerox.ranks.group import has_nccl
 from zerox.ranks.process_group import GroupArgument
 
@@ -86,9 +86,11 @@ def check_asked(model: nn.Module | None, init: Init | None, params: Sequence[Ten
 def find_initialised(model: nn.Module, init: Init | None, members: Sequence[Member]) -> list[Initialised]:
     """The modules to initialise, in their order. ValueError for what can't be, by name; nothing has changed then."""
     _check_params(model, members)
-    found, libraries = [], Libraries(model)
+    found = []
+    init_of = Libraries(model).init_of if init is None else partial(partial, init)
     for path, module in children_first(model):
-        each = _look_at(path, module, libraries.init_of(module) if init is None else partial(init, module))
+        check_values(path, module)
+        each = _look_at(path, module, init_of(module))
         if each is not None:
             found.append(each)
     return found
@@ -150,7 +152,8 @@ def _check_params(model: nn.Module, members: Sequence[Member]) -> None:
         if other != member.name:
             raise ValueError(
                 f"zerox: parameters '{other}' and '{member.name}' on the meta device share memory, which they would no "
-                "longer do: make them one parameter"
+                "longer do: make them one parameter (for a model of transformers that was made inside Accelerate's "
+                "init_empty_weights() call model.tie_weights() first)"
             )
     for number, name in of_model.items():
         param = model.get_parameter(name)

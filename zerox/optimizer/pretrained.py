@@ -1,10 +1,9 @@
 """How models of transformers give their modules first values: by their own functions.
 
-zerox does not import it. A program that has such a model has, so its classes are looked for among
-the modules that are loaded. Names that it keeps private stand here alone.
+zerox does not import it. A program that has such a model has, so its classes are looked for among the modules that are
+loaded. Names that it keeps private stand here alone.
 
-A module belongs to the nearest model of transformers around it, which initialises it as its own
-``initialize_weights()`` does.
+A module belongs to the nearest model of transformers around it, which initialises it as in ``initialize_weights()``.
 """
 
 from __future__ import annotations
@@ -17,31 +16,35 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zerox.optimizer.adapters import Adapters, kind_of
+
 OLDEST = "5.20"
 FLAG = "_is_hf_initialized"  # of a module or a tensor that transformers' functions of init leave alone
+HOOK = "_hf_hook"  # of a module for which Accelerate moves values to and fro
 INIT = "_initialize_weights"  # of one module, by the model that it belongs to; sets its flag
 
 
-def kind_of(module: str, name: str) -> type | tuple[()]:
-    """A class of a package that may be loaded, for isinstance()."""
-    found = getattr(sys.modules.get(module), name, ())
-    return found if isinstance(found, type) else ()
-
-
 class Libraries:
-    """Which functions of other libraries initialise the modules of ``model``."""
+    """Which functions of other libraries initialise the modules of ``model``. ValueError where none can."""
 
     def __init__(self, model: nn.Module) -> None:
         self.owners: dict[int, nn.Module] = {}
+        self.adapters = Adapters(model)
         pretrained = kind_of("transformers.modeling_utils", "PreTrainedModel")
         self._find(model, None, pretrained)
 
     def init_of(self, module: nn.Module) -> Callable[[], object] | None:
         """None for a module that belongs to no model of theirs, or has nothing on meta in it."""
         owner = self.owners.get(id(module))
-        if owner is None or not any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+        is_adapters = self.adapters.has(module)
+        if not (owner or is_adapters) or not any(is_on_meta(module)):
             return None
-        return partial(initialise, owner, module)
+        return partial(self._initialise, None if is_adapters else owner, module)
+
+    def _initialise(self, owner: nn.Module | None, module: nn.Module) -> None:
+        if owner is not None:
+            initialise(owner, module)
+        self.adapters.initialise(module)
 
     def _find(self, module: nn.Module, owner: nn.Module | None, pretrained: Any) -> None:
         if id(module) in self.owners:
@@ -52,6 +55,11 @@ class Libraries:
             self.owners[id(module)] = owner
         for child in module.children():
             self._find(child, owner, pretrained)
+
+
+def is_on_meta(module: nn.Module) -> Iterator[bool]:
+    """Of each parameter and buffer."""
+    return (each.is_meta for each in (*module.parameters(), *module.buffers()))
 
 
 def initialise(owner: nn.Module, module: nn.Module) -> None:
@@ -86,3 +94,23 @@ def kept(model: nn.Module) -> Iterator[None]:
     finally:
         for tensor in flagged:
             delattr(tensor, FLAG)
+
+
+def check_values(path: str, module: nn.Module) -> None:
+    """ValueError for a module on meta that has values elsewhere, or had some that are lost."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    empty = [tensor for tensor in tensors if tensor.is_meta]
+    way_out = (
+        "make the model on meta from its config, as AutoModelForCausalLM.from_config(config) does, and call "
+        "zerox.load_weights() once the optimizer is there"
+    )
+    if empty and hasattr(module, HOOK):
+        raise ValueError(
+            f"zerox: Accelerate keeps the values of module '{path}' ({type(module).__name__}) elsewhere and brings "
+            f"them for each forward, as device_map= and load_checkpoint_and_dispatch() ask for: {way_out}"
+        )
+    if any(getattr(tensor, FLAG, False) for tensor in empty):
+        raise ValueError(
+            f"zerox: module '{path}' ({type(module).__name__}) was loaded onto the meta device, where "
+            f"from_pretrained() loses the values: {way_out}"
+        )
