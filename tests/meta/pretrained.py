@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.meta.rig import SEED, on_meta
-from zerox import FusedShardedAdam
 
 WORDS = 64
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -52,14 +51,16 @@ def pretrained_twin(make: Callable[[], nn.Module], seed: int = SEED) -> nn.Modul
     return model  # type: ignore[no-any-return]
 
 
-def losses(model: Any, optimizer: FusedShardedAdam, rank: int, steps: int = 3) -> list[Tensor]:
+def losses(
+    model: Any, optimizer: Any, rank: int, steps: int = 3, backward: Callable[[Tensor], Any] = Tensor.backward
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(steps):
         words = torch.randint(WORDS, (4, 12), generator=generator)
         torch.manual_seed(rank)  # of dropout
         loss = model(input_ids=words, labels=words).loss
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
