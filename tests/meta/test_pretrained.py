@@ -143,3 +143,40 @@ def has_its_embedding(rank: int, world_size: int) -> None:
 
 def test_what_is_in_memory_keeps_its_values() -> None:
     run_ranks(has_its_embedding, 2)
+
+
+# ---- what programs call afterwards
+
+
+def is_tied_and_moved(rank: int, world_size: int, kind: str) -> None:
+    model, optimizer = born(maker(kind), rank, resident_mb=0.05)
+    other = pretrained_twin(maker(kind))
+    built = FusedShardedAdam(other.named_parameters(), stage=3, bucket_cap_mb=CAP, lr=1e-2, resident_mb=0.05)
+    ids = {name: id(param) for name, param in model.named_parameters()}
+    model.tie_weights()  # type: ignore[operator]
+    model.to("cpu")
+    model.to(torch.float32)
+    assert {name: id(param) for name, param in model.named_parameters()} == ids
+    assert losses(model, optimizer, rank) == losses(other, built, rank)
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"torch\.bfloat16 on cpu, but was .* when the optimizer was built; build"):
+        losses(model, optimizer, rank)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_it_may_be_tied_and_moved_as_any_other(kind: str) -> None:
+    run_ranks(is_tied_and_moved, 2, kind)
+
+
+def is_of_another_dtype(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        return maker("llama")().to(torch.bfloat16)
+
+    model, optimizer = born(make, rank)
+    assert differing(model, pretrained_twin(make)) == []
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    del optimizer
+
+
+def test_its_dtype_may_change_before() -> None:
+    run_ranks(is_of_another_dtype, 2)
