@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.meta.pretrained import KINDS, losses, maker, pretrained_twin
+import zerox
+from tests.meta.pretrained import KINDS, config_of, losses, maker, pretrained_twin
 from tests.meta.rig import CAP, differing, on_meta
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, load_weights, save_weights
@@ -50,3 +52,31 @@ def from_files(rank: int, world_size: int, folder: Path, out: Path, kind: str, s
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_lines_train_as_from_pretrained_does(tmp_path: Path, kind: str) -> None:
     run_ranks(from_files, 3, tmp_path / "in", tmp_path / "out", kind, 3)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def runs_the_docs_lines(rank: int, world_size: int, folder: Path) -> None:
+    import transformers
+
+    if rank == 0:
+        write("llama", True, folder)
+    torch.distributed.barrier()
+    page = (ROOT / "docs/sharded-parameters.md").read_text()
+    [lines] = [each for each in re.findall(r"```python\n(.*?)```", page, re.S) if "load_weights" in each]
+    names: dict[str, Any] = {
+        "torch": torch,
+        "transformers": transformers,
+        "zerox": zerox,
+        "config": config_of("llama"),
+        "folder": folder,
+    }
+    exec(compile(lines, "docs", "exec"), names)
+    model, optimizer = names["model"], names["optimizer"]
+    with optimizer.whole():
+        assert differing(model, type(model).from_pretrained(folder)) == []
+
+
+def test_the_lines_of_the_docs_are_these(tmp_path: Path) -> None:
+    run_ranks(runs_the_docs_lines, 2, tmp_path)
