@@ -170,6 +170,20 @@ def test_adapters_in_memory_keep_their_values() -> None:
     run_ranks(keeps_adapters, 2)
 
 
+def has_an_own_adapter(rank: int, world_size: int) -> None:
+    """By transformers' own method, without a class of PEFT's around the model."""
+    model: Any = on_meta(maker("llama"))
+    model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights="gaussian"))
+    optimizer = build(model, rank)
+    other: Any = adapted_twin("llama", "gaussian").get_base_model()
+    assert differing(model, other) == []
+    assert losses(model, optimizer, rank) == losses(other, build(other), rank)
+
+
+def test_an_adapter_that_transformers_added() -> None:
+    run_ranks(has_an_own_adapter, 2)
+
+
 def loads_its_base(rank: int, world_size: int, folder: Path) -> None:
     whole: Any = pretrained_twin(maker("llama", tied=False), seed=5)
     if rank == 0:

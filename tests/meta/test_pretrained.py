@@ -180,3 +180,15 @@ def is_of_another_dtype(rank: int, world_size: int) -> None:
 
 def test_its_dtype_may_change_before() -> None:
     run_ranks(is_of_another_dtype, 2)
+
+
+@pytest.mark.parametrize("name", ["_initialize_weights", "guard_torch_init_functions"])
+def test_a_version_without_its_functions_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = on_meta(maker("llama"))
+    owner = transformers.PreTrainedModel if name.startswith("_") else transformers.initialization
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(
+        RuntimeError, match=rf"LlamaForCausalLM has no {name}\(\).*'transformers>=5\.20', or pass init="
+    ):
+        FusedShardedAdam(model.named_parameters(), model=model)
+    assert all(param.is_meta for param in model.parameters())

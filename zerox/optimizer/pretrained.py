@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from zerox.optimizer.adapters import Adapters, kind_of
 OLDEST = "5.20"
 FLAG = "_is_hf_initialized"  # of a module or a tensor that transformers' functions of init leave alone
 HOOK = "_hf_hook"  # of a module for which Accelerate moves values to and fro
+GUARD = "guard_torch_init_functions"  # of transformers.initialization
 INIT = "_initialize_weights"  # of one module, by the model that it belongs to; sets its flag
 
 
@@ -51,6 +52,8 @@ class Libraries:
             return
         if isinstance(module, pretrained):
             owner = module
+            if any(is_on_meta(module)):
+                guard_of(module)
         if owner is not None:
             self.owners[id(module)] = owner
         for child in module.children():
@@ -64,21 +67,22 @@ def is_on_meta(module: nn.Module) -> Iterator[bool]:
 
 def initialise(owner: nn.Module, module: nn.Module) -> None:
     """A flag says that it was done on meta, as in Accelerate's ``init_empty_weights()``, where nothing came of it."""
-    init = getattr(owner, INIT, None)
-    if init is None or guard() is None:
-        raise RuntimeError(
-            f"zerox: {type(owner).__name__} has no {INIT}(), by which a model of transformers gives its modules first "
-            f"values: pip install 'transformers>={OLDEST}', or pass init="
-        )
     vars(module).pop(FLAG, None)
-    with guard() or nullcontext():
-        init(module)
+    with guard_of(owner)():
+        getattr(owner, INIT)(module)
 
 
-def guard() -> AbstractContextManager[None] | None:
-    """In which torch's own functions of init leave alone what has a flag."""
-    made = getattr(sys.modules.get("transformers.initialization"), "guard_torch_init_functions", None)
-    return None if made is None else made()
+def guard_of(owner: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Makes the context in which torch's own functions of init leave alone what has a flag. RuntimeError, in one line,
+    for a version without it, or without the function that initialises a module."""
+    guard: Any = getattr(sys.modules.get("transformers.initialization"), GUARD, None)
+    if guard is None or not hasattr(owner, INIT):
+        lost = GUARD if guard is None else INIT
+        raise RuntimeError(
+            f"zerox: the transformers of {type(owner).__name__} has no {lost}(), by which its models are given first "
+            f"values on the meta device: pip install 'transformers>={OLDEST}', or pass init="
+        )
+    return guard  # type: ignore[no-any-return]
 
 
 @contextmanager
