@@ -69,7 +69,8 @@ class FusedShardedAdam(Engine):
         model: the module that has the parameters, where some are on the meta device: they get memory and first values
             here, bucket by bucket, and with ``stage=3`` no rank ever has all of them. Buffers on meta do too.
         init: a function of a module that gives its own parameters and buffers first values. It is called as by
-            ``model.apply()``, with rank 0's random numbers. None: each module's ``reset_parameters()``.
+            ``model.apply()``, with rank 0's random numbers. None: each module's ``reset_parameters()``; in
+            models of transformers, and adapters of PEFT, these libraries' own functions.
         foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
         differentiable: must be False.
 

@@ -130,3 +130,31 @@ def crossed(rank: int, world_size: int) -> str:
 def test_a_limit_that_can_not_be_kept_is_refused() -> None:
     for said in run_ranks(crossed, 2):
         assert re.search(r"2\.67\d MiB of buckets are whole beside one module's, and resident_mb allows 1\.500", said)
+
+
+# ---- a model that goes back to modules which had their turn, as GPT-2 of transformers does to its projections
+
+
+def gpt2() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 256, "n_layer": 12, "n_head": 4}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def peak_of_gpt2(rank: int, world_size: int, library: Path) -> tuple[int, int, int]:
+    allocator = Allocator(library)
+    free_what_is_left()
+    model, made = on_meta(gpt2), []
+    base, rooms = allocator.now, room_bytes()
+    most_room_bytes()
+    most = allocator.peak_of(lambda: made.append(built(model)))
+    return most_room_bytes() - rooms, most - base, sum(param.nbytes for param in model.parameters())
+
+
+def test_rooms_of_a_model_of_transformers_stay_within_the_limit() -> None:
+    pytest.importorskip("transformers")
+    for rooms, other, params in run_ranks(peak_of_gpt2, 2, build()):
+        assert params > 10 * LIMIT_MB * MIB
+        assert rooms <= LIMIT_MB * MIB
+        assert other <= params / 2 * WITHIN + 2 * MIB

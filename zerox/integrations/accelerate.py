@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zerox.engine import Engine
 from zerox.integrations import engines as of_engines
 from zerox.integrations.engines import takes_all_ranks
+from zerox.integrations.on_meta import check_made
 from zerox.integrations.requirements import check_names, check_version
 from zerox.optimizer.join import join
 from zerox.ranks.calls import named, waiting
@@ -114,6 +115,7 @@ class ZeroxAccelerator(Accelerator):
                 f"zerox: the hook {getattr(hook, 'value', hook)} of DistributedDataParallelKwargs is not taken over: "
                 "build the optimizer with reduce_dtype="
             )
+        check_made(model, "accelerator.prepare(model, optimizer)")
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode and num_shares(self) == self.num_processes:  # else ranks have other parts
             of_engines.hand_out(prepared)

@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from zerox.engine import Engine
 from zerox.integrations.engines import warn_of_untrained
+from zerox.integrations.on_meta import check_made, is_on_meta, move_rest
 from zerox.integrations.requirements import check_names
 from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrap
 from zerox.ranks.calls import named
@@ -41,6 +42,7 @@ class TrainerStrategy:
     precision_plugin: Any
     optimizers: list[Any]
     lr_scheduler_configs: list[Any]
+    _restores_late = False  # the module was on the meta device when it was set up
     has_lost_optimizers = False  # to another Trainer's fit with the same module
 
     def __init__(
@@ -79,6 +81,25 @@ class TrainerStrategy:
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return model
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A checkpoint's values would be lost on the meta device."""
+        return self._restores_late or is_on_meta(self.lightning_module)
+
+    def model_to_device(self) -> None:
+        """What is on the meta device stays there: the optimizer makes it."""
+        module = self.lightning_module
+        self._restores_late = is_on_meta(module)
+        if not self._restores_late:
+            super().model_to_device()  # type: ignore[misc]
+        elif module.trainer.state.fn == "fit":
+            move_rest(module, self.root_device)
+        else:
+            raise ValueError(
+                f"zerox: {type(module).__name__} is on the meta device, where only fit() has an optimizer that gives "
+                "it values: call fit() before, or make the module in memory"
+            )
+
     def _end_fit_before(self) -> None:
         """Two optimizers can't have the same parameters. Only fit() makes some: validate() and test() end none."""
         last = _strategy_of.get(self.lightning_module)
@@ -90,10 +111,10 @@ class TrainerStrategy:
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._end_fit_before()
-        super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.optimizers = [self.sharding.take(each, self.root_device) for each in self.optimizers]
         module = self.lightning_module
         assert module is not None
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        self.optimizers = [self.sharding.take(each, self.root_device, module) for each in self.optimizers]
         warn_of_untrained([each for each in self.optimizers if isinstance(each, Engine)], module, "Lightning")
         trained = {id(member.param) for each in self.sharding.optimizers for member in each.inside.members}
         others = [param for param in module.parameters() if id(param) not in trained]
@@ -135,13 +156,14 @@ class TrainerStrategy:
             return super().validation_step(*args, **kwargs)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        self._buffers = None
+        self._buffers, self._restores_late = None, False
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.status != "interrupted":
             for optimizer in self.sharding.optimizers:
                 optimizer.unshard()
-        super().teardown()  # type: ignore[misc]
+        with no_module(self) if module is not None and is_on_meta(module) else nullcontext():
+            super().teardown()  # type: ignore[misc]
 
 
 def _clip_whole_gradients(precision: Any, base: type) -> None:
@@ -156,6 +178,16 @@ def _clip_whole_gradients(precision: Any, base: type) -> None:
     for name, clip in (("clip_grad_by_norm", by_norm), ("clip_grad_by_value", by_value)):
         if getattr(type(precision), name) is getattr(base, name):
             setattr(precision, name, clip)
+
+
+@contextmanager
+def no_module(strategy: Any) -> Iterator[None]:
+    """Inside, the strategy has none that it could move, where an error came before its optimizer had made it."""
+    module, strategy._lightning_module = strategy._lightning_module, None
+    try:
+        yield
+    finally:
+        strategy._lightning_module = module
 
 
 class FabricStrategy:
@@ -197,6 +229,7 @@ class FabricStrategy:
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """There is no wrapper: rank 0's values on all ranks are what DistributedDataParallel would begin with."""
+        check_made(module, "fabric.setup(model, optimizer)")
         values = [*module.parameters(), *module.buffers()]
         broadcast(values, default_group(), f"values of {type(module).__name__}")
         if self._broadcasts_buffers:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zerox.engine import Engine
 from zerox.integrations.engines import engines_of, no_sync, takes_all_ranks
+from zerox.integrations.on_meta import given_model
 from zerox.optimizers import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
 
 # What DistributedDataParallel has and zerox needs not, or does in another way.
@@ -53,13 +54,17 @@ class Sharding:
         """Those that live."""
         return [optimizer for each in self._taken if (optimizer := each()) is not None]
 
-    def take(self, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-        """Makes it one of zerox's, if it is none. Collective."""
+    def take(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, model: nn.Module | None = None
+    ) -> torch.optim.Optimizer:
+        """Makes it one of zerox's, if it is none. ``model``: may be on the meta device. Collective."""
         optimizer = unwrap(optimizer)
         if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own, for a module that has none
             return optimizer
         if not isinstance(optimizer, Engine):
-            optimizer = become_sharded(optimizer, {**self.options, **self._group(device)})
+            optimizer = become_sharded(
+                optimizer, {**self.options, **self._group(device), **({} if model is None else given_model(model))}
+            )
         elif given := [*self.options, *(["replicate_size"] if self.replicate_size != 1 else [])]:
             raise ValueError(
                 f"the zerox strategy was given {', '.join(given)}, which is for optimizers of torch, and got a "

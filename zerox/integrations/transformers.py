@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zerox.engine import Engine
+from zerox.integrations.on_meta import class_for, is_on_meta, move_rest
 from zerox.integrations.requirements import check_names, check_version
 from zerox.integrations.sharding import OURS
 from zerox.optimizers import ShardedOptimizer
@@ -27,7 +28,7 @@ from transformers import Trainer, TrainingArguments
 from zerox.integrations import accelerate
 
 USED = ["create_accelerator_and_postprocess", "create_optimizer", "get_optimizer_cls_and_kwargs"]
-USED += ["_save_optimizer_and_scheduler"]
+USED += ["_save_optimizer_and_scheduler", "_move_model_to_device"]
 
 
 class ZeroxTrainerMixin:
@@ -55,6 +56,13 @@ class ZeroxTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerate.adopt(self.accelerator)
 
+    def _move_model_to_device(self: Any, model: Any, device: torch.device) -> None:
+        """What is on the meta device stays there: create_optimizer() makes it."""
+        if is_on_meta(model):
+            move_rest(model, device)
+        else:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
     def create_optimizer(self: Any, model: Any = None) -> torch.optim.Optimizer:
         """As Trainer's, sharded. Raises ValueError for an ``args.optim`` that can't be, and for options or an optimizer
         that came too late or from elsewhere."""
@@ -63,10 +71,12 @@ class ZeroxTrainerMixin:
             found: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
             return found
         given = self.optimizer_cls_and_kwargs
-        wanted = given or self.get_optimizer_cls_and_kwargs(self.args, self.model if model is None else model)
+        trained = self.model if model is None else model
+        wanted = given or self.get_optimizer_cls_and_kwargs(self.args, trained)
         mesh = accelerate.data_parallel_mesh(self.accelerator)
         of_mesh = {} if mesh is None else {"process_group": mesh}
-        self.optimizer_cls_and_kwargs = shard_class(wanted[0], wanted[1], {**of_mesh, **self.zerox_options})
+        kind, options = shard_class(wanted[0], wanted[1], {**of_mesh, **self.zerox_options})
+        self.optimizer_cls_and_kwargs = (class_for(kind, trained) if is_on_meta(trained) else kind), options
         try:
             found = super().create_optimizer(model)  # type: ignore[misc]
         finally:

@@ -2,7 +2,8 @@
 
 core: what the parts have together, and how its ranks synchronize
 planning, adoption: how parameters get buckets; moved: those that .to() or .data = took away
-on_meta, materialize: how a model on the meta device gets memory and first values
+on_meta, materialize: how a model on the meta device gets memory and first values;
+  pretrained: by transformers; adapters: by PEFT
 groups, param_groups: the optimizer's own groups and state, and groups that users add or change
 terms, first_look, look_around: what ranks compare when it is built, and in the first step()
 hand_out: rank 0's parameters on all ranks

@@ -18,6 +18,7 @@ from zerox.memory.bucket import Member
 from zerox.memory.flat import Unfilled, dense_strides
 from zerox.model_names import in_text
 from zerox.optimizer.on_meta import Init, Initialised, find_initialised
+from zerox.optimizer.pretrained import kept
 from zerox.plan.buckets import MIB
 from zerox.plan.materialize import Turn, largest, most_beside, turns
 from zerox.plan.plan import Plan
@@ -79,7 +80,7 @@ class Materializer:
         buffers = unfilled.buffers
         numbers = {id(param): id(param) for each in buffers for param in each.params}
         found = self._turns(numbers, [[id(param) for param in each.params] for each in buffers])
-        with torch.no_grad(), self._draws_of_first():
+        with torch.no_grad(), kept(self.model), self._draws_of_first():
             for module, turn in zip(self.modules, found, strict=True):
                 for index in turn.opens:
                     unfilled.begin(index)

@@ -5,7 +5,7 @@ They are those of this loop in one process, whose generators begin as rank 0's:
 
     model.to_empty(device=device)
     for module in children_first(model):
-        init(module)  # or module.reset_parameters()
+        init(module)  # or module.reset_parameters(), or what the library that made it has: pretrained.py
 
 with any number of ranks, each of which draws all values, and keeps its own part of each bucket. A module whose own
 parameters are in memory is left alone. Ranks compare digests of what they have drawn.
@@ -14,6 +14,7 @@ parameters are in memory is left alone. Ranks compare digests of what they have 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from zerox import _C as C
 from zerox import _torch
 from zerox.memory.bucket import Member
 from zerox.model_names import quote
+from zerox.optimizer.pretrained import Libraries, check_values
 from zerox.ranks.group import has_nccl
 from zerox.ranks.process_group import GroupArgument
 
@@ -85,15 +87,17 @@ def find_initialised(model: nn.Module, init: Init | None, members: Sequence[Memb
     """The modules to initialise, in their order. ValueError for what can't be, by name; nothing has changed then."""
     _check_params(model, members)
     found = []
+    init_of = Libraries(model).init_of if init is None else partial(partial, init)
     for path, module in children_first(model):
-        each = _look_at(path, module, init)
+        check_values(path, module)
+        each = _look_at(path, module, init_of(module))
         if each is not None:
             found.append(each)
     return found
 
 
-def _look_at(path: str, module: nn.Module, init: Init | None) -> Initialised | None:
-    """None if there is nothing to do for it."""
+def _look_at(path: str, module: nn.Module, init: Callable[[], object] | None) -> Initialised | None:
+    """None if there is nothing to do for it. ``init``: what initialises it, if that is not its own method."""
     own, buffers = list(module.parameters(recurse=False)), dict(module.named_buffers(recurse=False))
     params = [param for param in own if param.is_meta]
     empty = [name for name, buffer in buffers.items() if buffer.is_meta]
@@ -113,7 +117,7 @@ def _look_at(path: str, module: nn.Module, init: Init | None) -> Initialised | N
     if (own or buffers) and not params and not empty:
         return None
     if init is not None:
-        return each._replace(run=lambda: init(module))
+        return each._replace(run=init)
     reset = _torch.reset_of(module)
     if reset is None:
         if not params and not empty:
@@ -148,7 +152,8 @@ def _check_params(model: nn.Module, members: Sequence[Member]) -> None:
         if other != member.name:
             raise ValueError(
                 f"zerox: parameters '{other}' and '{member.name}' on the meta device share memory, which they would no "
-                "longer do: make them one parameter"
+                "longer do: make them one parameter (for a model of transformers that was made inside Accelerate's "
+                "init_empty_weights() call model.tie_weights() first)"
             )
     for number, name in of_model.items():
         param = model.get_parameter(name)
