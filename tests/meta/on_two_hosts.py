@@ -55,6 +55,7 @@ def main(folder: Path, case: str) -> None:
     told["trained"] = digest(model)
     if case == "slow" and rank == 0:
         dist.barrier()
+        time.sleep(1)  # until the last rank has stopped
         optimizer.inside.gather.residents.release_all()
         try:
             digest(model)
