@@ -30,15 +30,17 @@ def given_model(model: nn.Module) -> dict[str, Any]:
 
 
 class Maker(type):
-    """Of classes that make an optimizer of ``kind`` for ``model``."""
+    """Of classes that make one optimizer, of ``kind`` for ``model``, which they let go of then."""
 
     kind: Any
     model: nn.Module
 
     def __call__(cls, groups: Any, **options: Any) -> Any:
-        frozen = [param for param in cls.model.parameters() if param.is_meta and not param.requires_grad]
+        model = cls.model
+        del cls.model
+        frozen = [param for param in model.parameters() if param.is_meta and not param.requires_grad]
         more = [{"params": frozen, "weight_decay": 0.0}] if frozen else []
-        return cls.kind([*groups, *more], model=cls.model, **options)
+        return cls.kind([*groups, *more], model=model, **options)
 
 
 def class_for(kind: type[Engine], model: nn.Module) -> Maker:
