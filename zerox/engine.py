@@ -49,7 +49,7 @@ from zerox.state.optimizer_state import OptimizerState, OptimizerStateFace
 from zerox.update.update import FusedUpdate, Update
 
 
-class Around(NamedTuple):
+class Surroundings(NamedTuple):
     """Of a constructor's arguments those that say what there is around the optimizer: ranks, and the model."""
 
     process_group: GroupArgument
@@ -75,7 +75,7 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
         make_rules: Callable[[], Rules],
         make_defaults: Callable[[], dict[str, Any]],
         make_options: Callable[[], OptimizerOptions],
-        around: Around,
+        around: Surroundings,
     ) -> None:
         params = listed(params)
         own = OwnParams(params)
@@ -87,7 +87,7 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
             super().__init__(params, defaults)
             members = list(members_of(self.param_groups, own.params))
             tensors = [m.param for m in members]
-            check_asked(around.model, around.init, tensors)
+            check_asked(around.model, around.init, members)
             check_params([m.name for m in members], tensors, has_model=around.model is not None)
             device = device_of(tensors, process_group)
             groups.options.check_pairs({}, device={device.type})

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zerox.engine import Around, Engine
+from zerox.engine import Engine, Surroundings
 from zerox.optimizer.on_meta import Init
 from zerox.options import LocalOptimizerOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
@@ -112,7 +112,7 @@ class FusedShardedAdam(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, adam.ADAM.name), locals()
         defaults, options = _by_name(adam.defaults, given), _by_name(OptimizerOptions, given)
-        super().__init__(params, make_rules, defaults, options, Around(process_group, norm_group, model, init))
+        super().__init__(params, make_rules, defaults, options, Surroundings(process_group, norm_group, model, init))
 
 
 class FusedShardedSGD(Engine):
@@ -155,7 +155,7 @@ class FusedShardedSGD(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, sgd.SGD.name), locals()
         defaults, options = _by_name(sgd.defaults, given), _by_name(OptimizerOptions, given)
-        super().__init__(params, make_rules, defaults, options, Around(process_group, norm_group, model, init))
+        super().__init__(params, make_rules, defaults, options, Surroundings(process_group, norm_group, model, init))
 
 
 class FusedShardedLion(Engine):
@@ -201,7 +201,7 @@ class FusedShardedLion(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, lion.LION.name), locals()
         defaults, options = _by_name(lion.defaults, given), _by_name(OptimizerOptions, given)
-        super().__init__(params, make_rules, defaults, options, Around(process_group, norm_group, model, init))
+        super().__init__(params, make_rules, defaults, options, Surroundings(process_group, norm_group, model, init))
 
 
 class ShardedOptimizer(Engine):
@@ -272,7 +272,7 @@ class ShardedOptimizer(Engine):
                 resident_mb=resident_mb,
                 gradient_divisor=gradient_divisor,
             ),
-            Around(process_group, norm_group, model, init),
+            Surroundings(process_group, norm_group, model, init),
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **step_options: Any) -> Any:  # type: ignore[override]

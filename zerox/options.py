@@ -256,7 +256,10 @@ def check_params(
 def _unfit(param: Tensor, allocated: bool) -> str:
     """Why a parameter can't be sharded anywhere; empty if it can."""
     if param.is_meta and allocated:
-        return "is on the meta device: pass the model that has it as model=, and it gets memory and first values here"
+        return (
+            "is on the meta device: pass the model that has it to the constructor as model=, and it gets memory and "
+            "first values"
+        )
     if is_lazy(param):
         return "is not initialized: run a forward of its lazy module first"
     if param.is_inference() and allocated:

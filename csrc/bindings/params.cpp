@@ -114,7 +114,7 @@ void bind_params(py::module_& m) {
   m.def("with_own_storage", &with_own_storage);
   m.def("has_own_storage", &has_own_storage);
   m.def("has_accumulator", [](const at::Tensor& param) { return internals::known_accumulator_of(param) != nullptr; });
-  m.def("give_memory", &give_memory, py::arg("param"), py::arg("home"));
+  m.def("set_data", &set_data, py::arg("param"), py::arg("values"));
   m.def("address_of", [](const at::Tensor& tensor) { return reinterpret_cast<uint64_t>(address_of(tensor)); });
   define_late_error(m);
   bind_read_guard(m);

@@ -50,11 +50,10 @@ bool has_own_storage(const at::Tensor& tensor) {
   return tensor.has_storage() && (buffer_of(tensor) != nullptr || find_unknown_memory(tensor) != nullptr);
 }
 
-void give_memory(const at::Tensor& param, const at::Tensor& home) {
-  TORCH_INTERNAL_ASSERT(param.is_meta() && !home.is_meta());
-  TORCH_INTERNAL_ASSERT(param.sizes() == home.sizes() && param.scalar_type() == home.scalar_type());
+void set_data(const at::Tensor& param, const at::Tensor& values) {
+  TORCH_INTERNAL_ASSERT(param.sizes() == values.sizes() && param.scalar_type() == values.scalar_type());
   TORCH_INTERNAL_ASSERT(internals::known_accumulator_of(param) == nullptr);
-  internals::set_data_of_meta(param, home);
+  internals::set_data_of_meta(param, values);
 }
 
 void find_unknown_memory_by(FindMemory find) { find_unknown_memory = find; }

@@ -26,8 +26,9 @@ at::Tensor with_own_storage(const at::Tensor& view);
 // memory since.
 bool has_own_storage(const at::Tensor& tensor);
 
-// Lets a parameter on the meta device lie at `home`, of its shape and dtype. Nothing has its gradient's node yet.
-void give_memory(const at::Tensor& param, const at::Tensor& home);
+// As `param.data = values`, of its shape and dtype, where one of them is on the meta device. Nothing has its gradient's
+// node yet.
+void set_data(const at::Tensor& param, const at::Tensor& values);
 
 // Memory that makes storages of its own, which no allocator knows.
 class UnknownMemory {

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ from tests.checkpoint.weights_in_the_way import IN_THE_WAY, a_project
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load_weights, save, save_weights
 from zerox.checkpoint import weight_folder, weight_saving, weight_writer
-from zerox.checkpoint.weight_folder import KEPT, WeightTarget, find
+from zerox.checkpoint.weight_folder import KEPT, WeightTarget, find, is_weights
 from zerox.plan.weight_split import INDEX, ONE
 
 FEW, MANY = "5GB", 20  # one file, or three of them
@@ -282,6 +283,49 @@ def test_at_every_step_the_folder_has_the_old_weights_or_the_new_ones(
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
+    assert survived > 20
+
+
+@pytest.mark.parametrize("system", ["usual", "no exchange"])
+@pytest.mark.parametrize("had_weights", [False, True])
+def test_after_a_kill_at_any_step_the_next_save_goes_on_with_what_others_did_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, had_weights: bool
+) -> None:
+    """And in a folder that had a configuration alone."""
+    if system == "no exchange":
+        monkeypatch.setattr(weight_folder, "exchange", no_exchange)
+    path = tmp_path / "x"
+    for survived in itertools.count():
+        with_config(path, 1.0, FEW)
+        for file in path.iterdir():
+            if not had_weights and is_weights(file.name):
+                file.unlink()
+        steps, is_over = iter(range(survived, -1, -1)), True
+
+        def doing(function: Any, steps: Iterator[int], *args: Any, **kwargs: Any) -> Any:
+            if next(steps, None) == 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        with monkeypatch.context() as killing:
+            for name in STEPS:
+                killing.setattr(os, name, partial(doing, getattr(os, name), steps))
+            try:
+                put(path, 2.0, MANY)
+            except Killed:
+                is_over = False
+        expected: dict[str, Any] = dict(OTHERS)
+        if had_weights and path.exists():
+            (path / "newer").write_text("of another kind")
+            os.replace(path / "newer", path / "config.json")
+            expected["config.json"] = b"of another kind"
+        put(path, 3.0, FEW)
+        assert value_in(path) == 3.0, f"killed after {survived} steps"
+        assert others_in(path) == expected, f"killed after {survived} steps"
+        assert [each.name for each in tmp_path.iterdir()] == ["x"], f"killed after {survived} steps"
+        if is_over:
+            break
+        shutil.rmtree(path)
     assert survived > 20
 
 

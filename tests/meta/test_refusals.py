@@ -43,6 +43,15 @@ class Mixed(nn.Linear):
         self.bias = nn.Parameter(torch.ones(3, device="cpu"))
 
 
+class Norm(nn.BatchNorm1d):
+    """Its buffers alone are on meta."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.weight = nn.Parameter(torch.ones(3, device="cpu"))
+        self.bias = nn.Parameter(torch.ones(3, device="cpu"))
+
+
 class Sharing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +83,7 @@ NAMED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a buffer": (Buffers, "Buffers has a buffer 'angles' on the meta device and no reset_parameters"),
     "a plain tensor": (Hidden, "Hidden has a tensor on the meta device as 'table'"),
     "one in memory": (Mixed, r"Mixed has parameters on the meta device beside others that have values"),
+    "buffers beside parameters": (Norm, "Norm has a buffer 'running_mean' on the meta device beside parameters that"),
     "shared memory": (Sharing, "'one.weight' and 'other.weight' on the meta device share memory"),
     "a gradient": (with_gradient, "parameter 'weight' is on the meta device and has a gradient"),
     "a node": (with_node, "parameter 'weight' is on the meta device and has a node in autograd's graph"),
@@ -93,10 +103,19 @@ def test_it_is_named_and_nothing_is_made(name: str) -> None:
 
 def test_without_model_it_is_named() -> None:
     model = on_meta(lambda: nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"'weight' is on the meta device: pass the model that has it as model="):
+    with pytest.raises(
+        ValueError, match=r"'weight' is on the meta device: pass the model that has it to the constructor as model="
+    ):
         FusedShardedAdam(model.named_parameters(), stage=3)
-    with pytest.raises(ValueError, match="'weight' is on the meta device and is not in model: pass the model that"):
+    with pytest.raises(ValueError, match="parameter 'weight' is not in model: pass the model that has all"):
         FusedShardedAdam(model.named_parameters(), model=nn.Linear(3, 3))
+
+
+def test_a_model_that_has_a_part_of_the_parameters_is_refused() -> None:
+    """save_weights() would write that part."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' is not in model: pass the model that has all"):
+        FusedShardedAdam(model.named_parameters(), model=model[0])
 
 
 def test_a_parameter_of_the_model_that_was_not_given_is_named() -> None:
@@ -177,6 +196,23 @@ def test_a_parent_may_give_them_later() -> None:
 
     model = on_meta(lambda: nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50)))
     FusedShardedAdam(model.named_parameters(), model=model, init=init)
+
+
+def test_after_an_init_that_raised_the_next_one_begins_anew() -> None:
+    """Also with what has had its turn, in a bucket that had not all its values."""
+
+    def fails(module: nn.Module) -> None:
+        reset(module)
+        if isinstance(module, nn.BatchNorm1d):
+            raise OSError("no such table")
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50), nn.Linear(50, 3)))
+    with pytest.raises(OSError, match="no such table"):
+        FusedShardedAdam(model.named_parameters(), model=model, init=fails)
+    assert all(param.is_meta for param in model.parameters())
+    assert all(buffer.is_meta for buffer in model.buffers())
+    FusedShardedAdam(model.named_parameters(), model=model)
+    assert not any(each.isnan().any() for each in (*model.parameters(), *model.buffers()))
 
 
 # ---- one rank alone

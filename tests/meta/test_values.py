@@ -119,6 +119,14 @@ def losses(model: nn.Module, optimizer: Any, rank: int, steps: int = 3) -> list[
     return found
 
 
+def replacing_init(module: nn.Module) -> None:
+    """Gives parameters other memory, as transformers' models of version 4 do in 16 bits."""
+    for param in module.parameters(recurse=False):
+        param.data = torch.rand(param.shape).to(param.dtype)
+    if isinstance(module, nn.BatchNorm1d):
+        module.reset_running_stats()
+
+
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (Net, {}),
     "at the least limit": (Net, {"resident_mb": 0.05}),
@@ -127,6 +135,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "float16": (functools.partial(Net, torch.float16), {}),
     "frozen": (functools.partial(Net, frozen=True), {}),
     "own init": (Net, {"init": own_init}),
+    "replacing init": (functools.partial(Net, torch.bfloat16, frozen=True), {"init": replacing_init}),
     "own init at the least limit": (Net, {"init": own_init, "resident_mb": 0.05}),
 }
 

@@ -207,6 +207,7 @@ def load(
             optimizer.inside.loading.note_loaded()
             kept = {name: value for name, value in host["model"].items() if name in others}
             fill_others(model, kept | own.others_saved(host))
+        if strict:
             optimizer.inside.loading.half_loaded = ""
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]

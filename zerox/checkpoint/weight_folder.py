@@ -95,10 +95,20 @@ class WeightTarget(Target):
         check_replaceable(self.path, self.place, WEIGHTS)
 
     def claim(self) -> None:
-        if find(self.path) == self.aside:  # a save was killed between two renames
+        if self._is_aside():  # a save was killed between two renames
             self.aside.rename(self.place)
             manifest.sync(self.place.parent)
         super().claim()
+        if self.place.is_dir():
+            self._bring_late()  # where a save was killed before it did
+
+    def _is_aside(self) -> bool:
+        """Whether the folder is there: with weights, or with what the new one has from it."""
+        if os.path.lexists(self.place) or not self.aside.is_dir():
+            return False
+        inside = list(self.aside.iterdir())
+        has_weights = any(is_weights(each.name) for each in inside)
+        return has_weights or all(_is_same(each, self.folder / each.name) for each in inside)
 
     def check_leftovers(self) -> bool:
         _leftovers(self.aside, self.place)
@@ -159,10 +169,12 @@ class WeightTarget(Target):
             raise
 
     def _bring_late(self) -> None:
-        """Files that came or changed after they were linked."""
+        """Files that came or changed after they were linked, but for those that changed once more since."""
         for each in self.aside.iterdir() if self.aside.is_dir() else ():
-            if not is_weights(each.name) and not _is_same(each, self.place / each.name):
-                os.replace(each, self.place / each.name)
+            now = self.place / each.name
+            is_newer = not os.path.lexists(now) or each.lstat().st_mtime_ns > now.lstat().st_mtime_ns
+            if not is_weights(each.name) and is_newer and not _is_same(each, now):
+                os.replace(each, now)
 
 
 def _link(file: Path, target: Path) -> None:
@@ -187,7 +199,8 @@ def _is_same(file: Path, other: Path) -> bool:
 
 
 def _leftovers(folder: Path, kept: Path) -> list[Path] | None:
-    """Files that a killed save left in a folder that only zerox writes in: weights, and what ``kept`` has too.
+    """Files that a killed save left in a folder that only zerox writes in: weights, and links beside them to files of
+    ``kept``, which may have others in their places since. Without weights only what ``kept`` has too.
 
     None if there is no folder. CheckpointError if anything else is in it.
     """
@@ -196,12 +209,12 @@ def _leftovers(folder: Path, kept: Path) -> list[Path] | None:
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError(f"{folder} is in the way, and zerox did not make it: move it elsewhere")
     found = sorted(folder.iterdir(), key=lambda file: file.name == KEPT)
-    links = _links_in(folder)
+    links, has_weights = _links_in(folder), any(is_weights(file.name) for file in found)
     others = [
         file.name
         for file in found
         if (file.is_dir() and not file.is_symlink())
-        or not (is_weights(file.name) or file.name in links or _is_same(file, kept / file.name))
+        or not (has_weights or file.name in links or _is_same(file, kept / file.name))
     ]
     if others:
         raise CheckpointError(f"{folder} is zerox's own, and holds {some(sorted(others))}: move that elsewhere")
@@ -221,7 +234,8 @@ def _links_in(folder: Path) -> set[str]:
 def _clear(folder: Path, kept: Path) -> None:
     """Removes a folder that only zerox writes in."""
     files = _leftovers(folder, kept)
-    for file in files or ():
+    # Weights last: alone they are known for what they are, whatever becomes of the others in ``kept`` after a kill.
+    for file in sorted(files or (), key=lambda file: (is_weights(file.name), file.name == KEPT)):
         file.unlink(missing_ok=True)
     if files is not None:
         folder.rmdir()

@@ -65,7 +65,8 @@ def load_weights(
     with FailingAs(failure):
         core.sync(SyncPoint.SAVE)
     files = _agree_on_files(core, path, ranks, failure)
-    core.gather.prepare_checkpoint()
+    with FailingAs(failure):
+        core.gather.prepare_checkpoint()
     reader = WeightReader(files)
     try:
         with core.gather.updating():
@@ -79,7 +80,8 @@ def load_weights(
                     reader.plan(name, parts[weight.names])
             _read_all(core, path, ranks, loaded, reader)
         give_out_loaded(core, loaded)
-        core.loading.half_loaded = ""
+        if not chosen.keys.missing_keys:
+            core.loading.half_loaded = ""
     finally:
         reader.close()
     return chosen.keys

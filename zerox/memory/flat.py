@@ -40,7 +40,7 @@ class FlatBuffer:
     as one of them. Moving in takes memory for the bucket once more. ``flat``: memory that parameters move into later.
     """
 
-    agrees = False  # whether its values are the same on all ranks already
+    is_shared_out = False  # whether other ranks read the shard: it has values that are the same on all of them
     shard_is_apart = False  # no whole copy of the parameters lasts beside the shards (ZeRO stage 3)
     left: LeftBucket | None = None  # a deleted optimizer's, which has the values, the same on all ranks
 
@@ -124,7 +124,7 @@ class ShardedBuffer(FlatBuffer):
         left: LeftBucket | None = None,
     ) -> None:
         self.own_segments = {segment.slot: segment for segment in layout.segments_in(own_shards)}
-        self.is_shared_out = False  # whether other ranks read the shard; until then the buffer keeps its memory
+        self.is_shared_out = False  # until then the buffer keeps its memory
         self.room = room
         self.own_shards = own_shards
         self.left = left
@@ -166,17 +166,13 @@ class ShardedBuffer(FlatBuffer):
 
     def start(self) -> None:
         """What is kept takes its part of them. What was ``left`` has it."""
-        if not self.agrees:
+        if not self.is_shared_out:
             self.keep_own()
         self.left = None
 
     def keep_own(self) -> None:
         """Takes this rank's part of the buffer's values."""
         self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
-
-    @property
-    def agrees(self) -> bool:  # type: ignore[override]
-        return self.is_shared_out
 
     def let_shard_go(self) -> None:
         """All is whole, for good."""

@@ -150,7 +150,7 @@ class Adoption:
     def _adopt_trained(self, bucket: Bucket, plan: TrainedPlan) -> None:
         core, model = self.core, self.core.grads.model
         subgroup = subgroups_in_order(core.grads.subgroups)[plan.subgroup]
-        if not bucket.buffer.agrees:
+        if not bucket.buffer.is_shared_out:
             subgroup.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(core.buckets))}")
             model.broadcast(bucket.buffer.flat, model.replicated_over(bucket.members[0].param))
         give_out(bucket.buffer.slots())
@@ -164,7 +164,7 @@ class Adoption:
 
     def _adopt_frozen(self, bucket: FrozenBucket, index: int) -> None:
         buffer = bucket.buffer
-        if not buffer.agrees:
+        if not buffer.is_shared_out:
             self.core.ranks.broadcast(buffer.flat, f"the parameters of {bucket.describe(index)}")
             for slot, member in enumerate(bucket.members):
                 self._give_along_axes(member, buffer.home(slot))

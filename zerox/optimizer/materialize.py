@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerox import _C as C
 from zerox import _torch
 from zerox.memory.bucket import Member
-from zerox.memory.flat import Unfilled, dense_strides
+from zerox.memory.flat import FlatBuffer, Unfilled, dense_strides
 from zerox.model_names import in_text
 from zerox.optimizer.on_meta import Init, Initialised, find_initialised
 from zerox.optimizer.pretrained import kept
@@ -27,7 +27,7 @@ from zerox.ranks.group import Ranks
 
 UNWRITTEN = 0xFF  # each byte of memory without values: a NaN in any dtype of parameters, -1 in integers
 CHUNK = 1 << 20  # elements that are looked at together
-UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; of more, several int64
 
 
 class Materializer:
@@ -47,8 +47,9 @@ class Materializer:
     @staticmethod
     def of(model: nn.Module | None, init: Init | None, members: Sequence[Member], ranks: Ranks) -> Materializer | None:
         """None if nothing is on meta."""
-        is_asked = model is not None and any(member.param.is_meta for member in members)
-        return Materializer(model, init, members, ranks) if model is not None and is_asked else None
+        if model is None or not any(each.is_meta for each in (*model.parameters(), *model.buffers())):
+            return None
+        return Materializer(model, init, members, ranks)
 
     def look(self) -> None:
         """ValueError, before anything has changed, for what can't be initialised."""
@@ -88,11 +89,14 @@ class Materializer:
                         self._give_memory(param, buffers[index].own_home(slot))
                 if turn.goes_back:
                     unfilled.let_go()
-                self._initialise(module)
-                for index in turn.closes:
-                    for param in buffers[index].params:
-                        self._note(self.members[id(param)].name, param, "parameter")
-                    unfilled.end(index)
+                try:
+                    self._initialise(module)
+                    for index in turn.closes:
+                        self._end(buffers[index])
+                        unfilled.end(index)
+                except BaseException:  # what has no values, or not all, must not be taken for values later
+                    self._take_memory([buffers[index] for index in turn.open], module)
+                    raise
         self._note_buffers()
         self._compare()
 
@@ -115,9 +119,32 @@ class Materializer:
         for param in loose:
             self._note(self.members[id(param)].name, param, "parameter")
 
+    def _end(self, buffer: FlatBuffer) -> None:
+        """A module may have given a parameter other memory, by ``param.data = ...``."""
+        for slot, param in enumerate(buffer.params):
+            name = self.members[id(param)].name
+            if not buffer.is_at_home(slot):
+                if misfit := buffer.misfit(slot, name):
+                    raise ValueError(f"zerox: init has changed what it was to give values: {misfit}")
+                value = param.detach()
+                buffer.put(slot, value)
+                param.data = buffer.own_home(slot)
+            self._note(name, param, "parameter")
+
+    def _take_memory(self, buffers: Sequence[FlatBuffer], at: Initialised) -> None:
+        """Parameters are on meta again, and so are the buffers of the module that had its turn."""
+        for buffer in buffers:
+            for param, shape, strides in zip(buffer.params, buffer.shapes, buffer.strides, strict=True):
+                on_meta = torch.empty_strided(shape, strides, dtype=param.dtype, device="meta")
+                C.set_data(param, on_meta)
+        for on_meta, made, _ in self.made.values():
+            for name, each in at.module.named_buffers(recurse=False):
+                if each is made:
+                    setattr(at.module, name, on_meta)
+
     def _give_memory(self, param: Tensor, home: Tensor) -> None:
         in_memory(home).view(torch.uint8).fill_(UNWRITTEN)
-        C.give_memory(param, home)
+        C.set_data(param, home)
 
     def _make_buffer(self, module: nn.Module, name: str) -> None:
         """Modules that share one share what is made for it."""
@@ -179,13 +206,15 @@ class Materializer:
 
 
 def in_memory(values: Tensor) -> Tensor:
-    """Of a tensor without gaps, 1-D."""
+    """1-D, as its elements lie: a view if there are no gaps between them."""
+    if dense_strides(values) != values.stride():
+        return values.reshape(-1)
     return values.as_strided((values.numel(),), (1,))
 
 
 def has_unwritten(flat: Tensor) -> bool:
     """Whether some elements have only ones, as memory has that nobody wrote."""
-    bits = flat.view(UNSIGNED[flat.itemsize])
+    bits = flat.view(BITS.get(flat.itemsize, torch.int64))
     none = 0xFF if flat.itemsize == 1 else -1
     return any(bool((part == none).any()) for part in bits.split(CHUNK))
 

@@ -73,14 +73,19 @@ def device_of(params: Sequence[Tensor], process_group: GroupArgument) -> torch.d
     return torch.device("cpu") if default.type == "meta" else torch.empty(0, device=default).device  # with its index
 
 
-def check_asked(model: nn.Module | None, init: Init | None, params: Sequence[Tensor]) -> None:
-    """ValueError or TypeError for arguments that are no model and no function, or that nothing is on meta for."""
+def check_asked(model: nn.Module | None, init: Init | None, members: Sequence[Member]) -> None:
+    """ValueError or TypeError for arguments that are no model and no function, for a model without some of the
+    parameters, and for an init without anything on meta."""
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"zerox: model must be a torch.nn.Module or None, got {type(model).__name__}")
     if init is not None and not callable(init):
         raise TypeError(f"zerox: init must be a function of a module or None, got {type(init).__name__}")
-    if init is not None and not any(param.is_meta for param in params):
+    if init is not None and not any(member.param.is_meta for member in members):
         raise ValueError("zerox: init is for parameters on the meta device, and none is there: leave it out")
+    if model is not None:
+        known = {id(param) for param in model.parameters()}
+        if other := next((member for member in members if id(member.param) not in known), None):
+            raise ValueError(f"zerox: parameter {other.quoted} is not in model: pass the model that has all parameters")
 
 
 def find_initialised(model: nn.Module, init: Init | None, members: Sequence[Member]) -> list[Initialised]:
@@ -107,6 +112,11 @@ def _look_at(path: str, module: nn.Module, init: Callable[[], object] | None) ->
         raise ValueError(
             f"zerox: {each.quoted} has parameters on the meta device beside others that have values (one of shape "
             f"{tuple(other.shape)} on {other.device}): give all of a module's own parameters values, or none"
+        )
+    if own and empty and not params:
+        raise ValueError(
+            f"zerox: {each.quoted} has a buffer '{empty[0]}' on the meta device beside parameters that have values, "
+            "which what initialises it would change: give the buffer values"
         )
     for name, value in vars(module).items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -146,7 +156,7 @@ def _check_params(model: nn.Module, members: Sequence[Member]) -> None:
     for member in members:
         if not member.param.is_meta:
             continue
-        if why := _unfit(member.param, of_model):
+        if why := _unfit(member.param):
             raise ValueError(f"zerox: parameter {quote(member.name, member.param)} is on the meta device and {why}")
         other = by_storage.setdefault(_torch.storage_of(member.param), member.name)
         if other != member.name:
@@ -164,9 +174,7 @@ def _check_params(model: nn.Module, members: Sequence[Member]) -> None:
             )
 
 
-def _unfit(param: Tensor, of_model: dict[int, str]) -> str:
-    if id(param) not in of_model:
-        return "is not in model: pass the model that has it"
+def _unfit(param: Tensor) -> str:
     if param.grad is not None:
         return "has a gradient: build the optimizer before backward"
     if C.has_accumulator(param):

@@ -183,7 +183,7 @@ ROWS = (
     Row(
         some(FIRST_VALUES, ON_META),
         some(LIE_AS, DTENSORS),
-        Refused("a part of a tensor has no draw of its own", "Make DTensors in memory, and the rest on meta"),
+        Refused("a part of a tensor has no draw of its own", "Make the model in memory"),
     ),
     Row(
         some(FIRST_VALUES, ON_META),

@@ -102,7 +102,7 @@ class NewBuckets:
                 self._materialize(materialize, [buffer_of(bucket) for bucket in buckets], first, places)
             for index, bucket in enumerate(buckets, first):
                 buffer = buffer_of(bucket)
-                was_filled = buffer.agrees
+                was_filled = buffer.is_shared_out
                 if not was_filled:
                     buffer.fill(self.residents, index)
                 yield bucket
