@@ -21,6 +21,7 @@ from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load_weights
 from zerox.checkpoint import weight_reader
+from zerox.checkpoint.weight_files import find_weights
 
 Given = tuple[Path, dict[str, Any]]  # a path, and other arguments
 INDEX = "model.safetensors.index.json"
@@ -517,9 +518,12 @@ def fail_midway(rank: int, size: int, path: str, stage: int, victim: int) -> tup
             said.append(str(error.value))
             optimizer.zero_grad()  # or the step that raised would raise again
     optimizer.load_state_dict(state)  # has no parameters: it is no way out
-    with pytest.raises(RuntimeError, match="could not be read to its end"):
-        step(model, optimizer, rank, 1)
-    optimizer.zero_grad()
+    one = next(iter(find_weights(Path(path)).tensors))
+    load_weights(optimizer, path, strict=False, rename=lambda name: name if name == one else None)  # nor is this
+    for call in (lambda: step(model, optimizer, rank, 1), lambda: zerox.save_weights(optimizer, f"{path} saved")):
+        with pytest.raises(RuntimeError, match="could not be read to its end"):
+            call()
+        optimizer.zero_grad()
     load_weights(optimizer, path)
     step(model, optimizer, rank, 1)
     return said, everything(model, optimizer)
