@@ -81,8 +81,8 @@ inline AccumulatorNode known_accumulator_of(const at::Tensor& param) {
 }
 inline auto& hooks_of(const at::Tensor& param) { return torch::autograd::impl::hooks(param); }
 
-// As `param.data = values`, which torch refuses where one of them is on the meta device. The tensor stays the same one for
-// modules, hooks and weak references.
+// As `param.data = values`, which torch refuses where one of them is on the meta device. The tensor stays the same one
+// for modules, hooks and weak references.
 inline void set_data_of_meta(const at::Tensor& param, const at::Tensor& values) {
   param.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
