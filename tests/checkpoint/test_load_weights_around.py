@@ -268,8 +268,8 @@ def test_what_is_not_asked_for_is_a_line(tmp_path: Path) -> None:
     model, optimizer = built(2)
     file = write_weights("safetensors", source(), tmp_path / "x")
     for arguments, text in (
-        ((file, optimizer), r"takes \(optimizer, path\), and got \(path, optimizer\): swap them"),
-        ((model, file), "optimizer is of the class .*Net, which is no optimizer of zerox"),
+        ((file, optimizer), r"takes \(optimizer, path\), and got \(path, optimizer\): swap the two"),
+        ((model, file), "optimizer is of the class .*Net: pass the optimizer that trains this model"),
         ((torch.optim.AdamW(model.parameters()), file), "which is no optimizer of zerox: build a FusedShardedAdam"),
         ((optimizer, 3), "path is of the class builtins.int"),
         ((optimizer, None), "path is None"),

@@ -87,7 +87,12 @@ class Record(io.RawIOBase):
     def _read_tensor(self, target: Tensor, start: int) -> None:
         """All bytes of a contiguous tensor of the host."""
         self.seek(start)
-        view = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
+        view = bytes_in(target)
         torch.autograd.graph.increment_version(target)  # since no operator writes it
         if missing := len(view) - self.readinto(view):
             raise ValueError(f"the file ends {missing} bytes early")
+
+
+def bytes_in(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the CPU, which must live meanwhile."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -79,7 +79,7 @@ def read_header(file: io.FileIO) -> dict[str, Entry]:
 def parse_header(header: bytes, nbytes: int) -> dict[str, Entry]:
     """``header``: without its length. ``nbytes``: of the whole file. Raises DamagedHeader."""
     try:
-        found = json.loads(header.decode(), object_pairs_hook=_without_doubles)
+        found = json.loads(header.decode(), object_pairs_hook=without_doubles)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise DamagedHeader("its header is no JSON") from None
     except ValueError as error:  # also Python's own, for a number of thousands of digits
@@ -131,11 +131,12 @@ def _name_of(name: str, dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads(): ValueError for a name that an object has twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"its header has '{next(name for name in names if names.count(name) > 1)}' twice")
+        raise ValueError(f"it has '{next(name for name in names if names.count(name) > 1)}' twice")
     return found
 
 

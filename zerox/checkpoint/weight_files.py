@@ -25,7 +25,7 @@ from zerox.checkpoint.manifest import CheckpointError, is_safetensors, open_regu
 from zerox.checkpoint.names import MODEL
 from zerox.checkpoint.place import find
 from zerox.checkpoint.reader import CheckpointReader
-from zerox.checkpoint.safetensors_file import read_header
+from zerox.checkpoint.safetensors_file import read_header, without_doubles
 from zerox.checkpoint.store import Opened
 from zerox.checkpoint.unwrapped import RANK
 from zerox.checkpoint.weight_folder import find as find_replaced
@@ -159,7 +159,7 @@ def _of_index(folder: Path, index: str) -> WeightFiles:
     file = _inside(folder, index)
     try:
         with io.BufferedReader(open_regular(file)) as stream:
-            content = json.loads(stream.read(manifest.MOST_BYTES), object_pairs_hook=_without_doubles)
+            content = json.loads(stream.read(manifest.MOST_BYTES), object_pairs_hook=without_doubles)
         weight_map = content[WEIGHT_MAP]
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"its '{WEIGHT_MAP}' has no names")
@@ -170,14 +170,6 @@ def _of_index(folder: Path, index: str) -> WeightFiles:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     return _of_files(folder, sorted(set(weight_map.values())), weight_map)
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has '{next(name for name in names if names.count(name) > 1)}' twice")
-    return found
 
 
 def _check_map(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, Stored]) -> None:

@@ -6,7 +6,6 @@ the file's elements are as the memory's, they are read straight into it; else in
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zerox.checkpoint.manifest import CheckpointError, open_regular
-from zerox.checkpoint.records import Record
+from zerox.checkpoint.records import Record, bytes_in
 from zerox.checkpoint.safetensors_file import read_header
 from zerox.checkpoint.weight_files import Chunk, Kind, Seen, Stored, WeightFiles, find_weights, read_torch
 from zerox.checkpoint.weight_parts import Part
@@ -133,7 +132,7 @@ class WeightReader:
 
     def _fill(self, memory: Tensor, read: Read, place: Place) -> None:
         """``memory``: contiguous, of the host, and of the file's dtype."""
-        view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+        view = bytes_in(memory)
         size, at = read.dtype.itemsize, 0
         for first, numel in runs(read.shape, place):
             self._read(read.file, view[at : at + numel * size], read.start + first * size)

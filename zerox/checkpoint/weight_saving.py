@@ -19,13 +19,11 @@ from zerox.checkpoint.names import EXTRA_STATE, naming_in, parameter_names
 from zerox.checkpoint.unwrapped import RanksOwn
 from zerox.checkpoint.weight_folder import WeightTarget
 from zerox.checkpoint.weight_parts import Weight, held_by_others, model_of, weights_of
-from zerox.checkpoint.weight_plan import Plan, agree
+from zerox.checkpoint.weight_plan import INSTEAD, Plan, agree
 from zerox.checkpoint.weight_writer import make_files, sync_files, write_parts
 from zerox.engine import Engine
 from zerox.plan.weight_split import INDEX, bytes_of, index_text
 from zerox.ranks.calls import named, warn_caller
-
-INSTEAD = "zerox.save() has them"
 
 
 @named("zerox.save_weights()")

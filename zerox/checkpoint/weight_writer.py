@@ -6,7 +6,6 @@ one on a device, goes through a small chunk of memory.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.records import bytes_in
 from zerox.checkpoint.safetensors_file import Entry, make_header
 from zerox.checkpoint.weight_parts import Part
 from zerox.plan.file_runs import runs, slabs
@@ -120,11 +120,6 @@ def _write_rows(descriptor: int, entry: Entry, offsets: Sequence[int], values: T
     for start, numel in runs(entry.shape, (tuple(offsets), tuple(values.shape))):
         _write(descriptor, memory[done : done + numel * itemsize], entry.start + start * itemsize)
         done += numel * itemsize
-
-
-def bytes_in(tensor: Tensor) -> memoryview:
-    """Of a contiguous tensor of the CPU, which must live meanwhile: its memory."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _write(descriptor: int, data: memoryview, start: int) -> None:

@@ -8,13 +8,13 @@ import pickle
 from collections.abc import Mapping, Sequence
 from ctypes import string_at
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zerox._C import SyncPoint
-from zerox.checkpoint.arguments import a_kind_of, way_out_of
+from zerox.checkpoint.arguments import a_kind_of, check_weights_arguments
 from zerox.checkpoint.everyone import Everyone, FailingAs, text_of
 from zerox.checkpoint.loaded_weights import bring_home, check_homes, give_out_loaded, share_loaded
 from zerox.checkpoint.manifest import CheckpointError
@@ -59,7 +59,9 @@ def load_weights(
     can't be read to its end, or a rank dies meanwhile, CheckpointError too: then parameters have a part of it, and
     ``step()`` raises until they are loaded anew. TypeError on this rank alone for other arguments than these.
     """
-    _check_arguments(optimizer, path, rename)
+    check_weights_arguments("zerox.load_weights()", optimizer, path)
+    if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+        raise TypeError(f"zerox.load_weights(): rename is {a_kind_of(rename)}: pass a function or a dict")
     path, core, ranks = Path(path), optimizer.inside, Everyone.of(optimizer, None)
     failure = not_loaded(path)
     with FailingAs(failure):
@@ -85,20 +87,6 @@ def load_weights(
     finally:
         reader.close()
     return chosen.keys
-
-
-def _check_arguments(optimizer: Any, path: Any, rename: Any) -> None:
-    order = "zerox.load_weights() takes (optimizer, path)"
-    if isinstance(path, Engine):
-        raise TypeError(f"{order}, and got (path, optimizer): swap them")
-    if not isinstance(optimizer, Engine):
-        raise TypeError(
-            f"{order}, and optimizer is {a_kind_of(optimizer)}, which is no optimizer of zerox: {way_out_of(optimizer)}"
-        )
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{order}, and path is {a_kind_of(path)}: pass the file or folder as a string or a Path")
-    if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
-        raise TypeError(f"{order}, and rename is {a_kind_of(rename)}: pass a function or a dict")
 
 
 def _agree_on_files(core: Core, path: Path, ranks: Everyone, failure: str) -> WeightFiles:
