@@ -3,13 +3,15 @@
     python -m bench.larger [--ranks 4] [--mib 1536] [--resident-mib 64] [--steps 20] [--folder FOLDER] [--json FILE]
 
 Of float32 parameters in layers of 16 MiB, trained by SGD without momentum, so that a rank keeps no more than its shard
-of them. In turn the model is built, evaluated, saved and loaded, and its weights are written and read. "peak_mib" is
-what a rank's memory (VmHWM) has grown by at most, the most of all ranks, and "bound_mib" the shard, the limit, the
-bucket of a layer and 2%.
+of them. In turn the model is built, evaluated, saved and loaded (what the number of ranks before saved, if there was
+one), its weights are written and read, and a second optimizer takes over when the first is gone. "peak_mib" is what a
+rank's memory (VmHWM) has grown by at most, the most of all ranks, and "bound_mib" the shard, the limit, the bucket of a
+layer and 2%.
 
-"trained" is another run, in which a rank may have half of the parameters' bytes: a memory cgroup of its own says so,
-where one can be made (else it is left out). Gradients are sent and kept in bfloat16. The parameters must have the same
-bits as after the same steps of stage 2, without a limit.
+"trained" is another run, in which a rank may have half of the parameters' bytes, or --allowed-mib: a memory cgroup of
+its own says so, where one can be made (else it is left out, as with fewer than four ranks). Gradients are sent and kept
+in bfloat16. The parameters must have the same bits as after the same steps of stage 2, without a limit. glibc is told
+to give freed memory back (MALLOC_MMAP_THRESHOLD_).
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ from bench.jobs import WrongResult
 MIB = 2**20
 WIDTH, LAYER_MIB = 2048, 16
 BATCH = 4
+LEAST_RANKS = 4  # for half of the parameters' bytes: with fewer, shards and gradients are more
 CGROUPS = Path("/sys/fs/cgroup/memory")
 WITHIN = 1.02
+# Else glibc keeps what gradients had, and a process grows by up to all of them: what counts here is what is in use.
+FREED_AT_ONCE = "MALLOC_MMAP_THRESHOLD_", str(MIB)
 
 
 class Deep(nn.Module):
@@ -89,13 +94,25 @@ def memory(mib: int, resident_mib: float, folder: Path) -> list[Row]:
     gc.collect()
     base = resident_kib("VmRSS")
     made: list[tuple[Deep, zerox.FusedShardedSGD]] = []
+    own = folder / f"of {dist.get_world_size()} ranks"
+    last = min([each for each in folder.iterdir() if each != own], default=own)
+
+    def take_over() -> None:
+        model, _ = made.pop()
+        del _
+        gc.collect()
+        options: dict[str, Any] = {"stage": 3, "lr": 0.1, "resident_mb": resident_mib}
+        made.append((model, zerox.FusedShardedSGD(model.named_parameters(), **options)))
+
     jobs: dict[str, Callable[[], object]] = {
         "built": lambda: made.append(built(mib, 3, resident_mib)),
         "evaluated": lambda: evaluate(made[0][0]),
-        "saved": lambda: zerox.save(folder / "checkpoint", *made[0]),
-        "loaded": lambda: zerox.load(folder / "checkpoint", *made[0]),
-        "weights written": lambda: zerox.save_weights(made[0][1], folder / "weights", "200MB"),
-        "weights read": lambda: zerox.load_weights(made[0][1], folder / "weights"),
+        "saved": lambda: zerox.save(own / "checkpoint", *made[0]),
+        f"loaded, {last.name}": lambda: zerox.load(last / "checkpoint", *made[0]),
+        "weights written": lambda: zerox.save_weights(made[0][1], own / "weights", "200MB"),
+        "weights read": lambda: zerox.load_weights(made[0][1], last / "weights"),
+        "another optimizer": take_over,
+        "evaluated again": lambda: evaluate(made[0][0]),
     }
     bound = (mib / dist.get_world_size() + resident_mib + LAYER_MIB) * WITHIN
     rows = []
@@ -152,11 +169,11 @@ def trained(mib: int, stage: int, resident_mib: float, steps: int) -> tuple[str,
     return digest.hexdigest(), seconds
 
 
-def training(mib: int, resident_mib: float, steps: int) -> list[Row]:
+def training(mib: int, resident_mib: float, steps: int, allowed: int) -> list[Row]:
     """On each rank."""
     trained(LAYER_MIB, 3, LAYER_MIB, 1)
     gc.collect()
-    base, allowed = resident_kib("VmRSS"), mib // 2
+    base = resident_kib("VmRSS")
     found: list[tuple[str, list[float]]] = []
     with limited(allowed * MIB):
         peak = grown_mib(lambda: found.append(trained(mib, 3, resident_mib, steps)), base)
@@ -168,7 +185,7 @@ def training(mib: int, resident_mib: float, steps: int) -> list[Row]:
 
 COLUMNS = {
     "ranks": "",
-    "what": "<18",
+    "what": "<20",
     "mib": ",.0f",
     "peak_mib": ",.1f",
     "bound_mib": ",.1f",
@@ -179,24 +196,27 @@ OPTIONS = {
     "mib": {"type": int, "default": 1536, "help": "of the parameters"},
     "resident_mib": {"type": int, "default": 64, "help": "of parameters that may be whole on a rank"},
     "steps": {"type": int, "default": 20, "help": "under the limit"},
+    "allowed_mib": {"type": int, "help": "that a rank may take in training (default: half of the parameters)"},
     "folder": {"type": Path, "default": Path("larger-than-a-rank"), "help": "to write in, and to remove at the end"},
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(new_parser("bench.larger", __doc__, ranks=[4], **OPTIONS), argv)
+    os.environ.setdefault(*FREED_AT_ONCE)
 
     def rows_at(world_size: int) -> list[Row]:
-        args.folder.mkdir()
-        try:
-            rows: list[Row] = on_ranks(partial(memory, args.mib, args.resident_mib, args.folder), world_size)
-        finally:
-            shutil.rmtree(args.folder)
-        if can_limit():
-            rows += on_ranks(partial(training, args.mib, args.resident_mib, args.steps), world_size)
+        rows: list[Row] = on_ranks(partial(memory, args.mib, args.resident_mib, args.folder), world_size)
+        if can_limit() and (args.allowed_mib or world_size >= LEAST_RANKS):
+            asked = args.mib, args.resident_mib, args.steps, args.allowed_mib or args.mib // 2
+            rows += on_ranks(partial(training, *asked), world_size)
         return rows
 
-    for_world_sizes(args, COLUMNS, rows_at)
+    args.folder.mkdir()
+    try:
+        for_world_sizes(args, COLUMNS, rows_at)
+    finally:
+        shutil.rmtree(args.folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,13 @@ from tests.mesh.test_two_levels import mesh_of
 from tests.meta.rig import SEED, born, differing, on_meta, reset, tensors, twin
 from tests.ranks import run_ranks
 from tests.residency.rig import WAYS, run_by_way
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, estimate
+from zerox.memory.bucket import members_of
+from zerox.optimizer.materialize import Materializer
+from zerox.optimizer.planning import Around, Given, make_plan
+from zerox.options import OptimizerOptions
+from zerox.ranks.group import Ranks
+from zerox.rules.known import rules_of
 
 KINDS: dict[str, Any] = {
     "Linear": lambda: nn.Linear(30, 50),
@@ -223,6 +230,39 @@ def with_shared_module(rank: int, world_size: int) -> None:
 
 def test_a_module_in_two_places_is_initialised_once() -> None:
     run_ranks(with_shared_module, 2)
+
+
+# ---- a large one
+
+
+class Large(nn.Module):
+    """The shapes of a Llama of 8 B parameters."""
+
+    def __init__(self, width: int = 4096, inner: int = 14336, words: int = 128256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        sizes = [(width, width), (width, 1024), (width, 1024), (width, width)]
+        sizes += [(width, inner), (width, inner), (inner, width)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(width), *(nn.Linear(*size, bias=False) for size in sizes), nn.RMSNorm(width))
+            for _ in range(32)
+        )
+        self.head = nn.Linear(width, words, bias=False)
+
+
+def test_8_billion_parameters_are_planned_at_once() -> None:
+    model = on_meta(Large)
+    assert sum(param.numel() for param in model.parameters()) > 8e9
+    start = time.perf_counter()
+    members = list(members_of([{"params": list(model.parameters())}]))
+    materializer = Materializer(model, None, members, Ranks.alone(torch.device("cpu"), ""))
+    materializer.look()
+    around = Around(OptimizerOptions(stage=3), rules_of("adam"), "gloo", [8], True)
+    plan = make_plan(around, [Given(each.name, each.param, {"lr": 1.0, "amsgrad": False}) for each in members])
+    materializer.check_room(plan, members, 3 * 2**30)
+    assert estimate(model.named_parameters(), 8, stage=3).parameters < 8e9
+    assert time.perf_counter() - start < 20, "seconds; it takes less than one"
+    assert all(param.is_meta for param in model.parameters())
 
 
 # ---- what stays
