@@ -83,17 +83,8 @@ class Materializer:
         found = self._turns(numbers, [[id(param) for param in each.params] for each in buffers])
         with torch.no_grad(), kept(self.model), self._draws_of_first():
             for module, turn in zip(self.modules, found, strict=True):
-                for index in turn.opens:
-                    unfilled.begin(index)
-                    for slot, param in enumerate(buffers[index].params):
-                        self._give_memory(param, buffers[index].own_home(slot))
-                if turn.goes_back:
-                    unfilled.let_go()
                 try:
-                    self._initialise(module)
-                    for index in turn.closes:
-                        self._end(buffers[index])
-                        unfilled.end(index)
+                    self._take_turn(module, turn, unfilled)
                 except BaseException:  # what has no values, or not all, must not be taken for values later
                     self._take_memory([buffers[index] for index in turn.open], module)
                     raise
@@ -106,6 +97,19 @@ class Materializer:
         """``numbers``: of parameters that are in buckets, by id, as ``buckets`` have them."""
         own = [[numbers[id(param)] for param in each.params if id(param) in numbers] for each in self.modules]
         return turns(own, buckets)
+
+    def _take_turn(self, module: Initialised, turn: Turn, unfilled: Unfilled) -> None:
+        buffers = unfilled.buffers
+        for index in turn.opens:
+            unfilled.begin(index)
+            for slot, param in enumerate(buffers[index].params):
+                self._give_memory(param, buffers[index].own_home(slot))
+        if turn.goes_back:
+            unfilled.let_go()
+        self._initialise(module)
+        for index in turn.closes:
+            self._end(buffers[index])
+            unfilled.end(index)
 
     def _initialise(self, each: Initialised) -> None:
         loose = [param for param in each.params if param.is_meta]
@@ -134,9 +138,9 @@ class Materializer:
     def _take_memory(self, buffers: Sequence[FlatBuffer], at: Initialised) -> None:
         """Parameters are on meta again, and so are the buffers of the module that had its turn."""
         for buffer in buffers:
-            for param, shape, strides in zip(buffer.params, buffer.shapes, buffer.strides, strict=True):
-                on_meta = torch.empty_strided(shape, strides, dtype=param.dtype, device="meta")
-                C.set_data(param, on_meta)
+            for param in buffer.params:
+                if not C.has_accumulator(param):  # init has given it one, and the error is another
+                    C.set_data(param, torch.empty_like(param, device="meta"))
         for on_meta, made, _ in self.made.values():
             for name, each in at.module.named_buffers(recurse=False):
                 if each is made:
