@@ -59,7 +59,7 @@ class Pace {
   const bool is_kept_;
   bool is_followed_ = false;
   bool is_kept_now_ = false;  // in this pass
-  std::atomic<std::chrono::milliseconds> patience_ = std::chrono::milliseconds(20'000);
+  std::atomic<std::chrono::milliseconds> patience_ = std::chrono::milliseconds(5'000);
 };
 
 }  // namespace zx

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.residency.rig import build
 
 LAYERS, WIDTH = 30, 64
-LATE_S = 4
+LATE_S = 3
 SOON_S = 30
 
 
