@@ -260,7 +260,7 @@ def test_8_billion_parameters_are_planned_at_once() -> None:
     around = Around(OptimizerOptions(stage=3), rules_of("adam"), "gloo", [8], True)
     plan = make_plan(around, [Given(each.name, each.param, {"lr": 1.0, "amsgrad": False}) for each in members])
     materializer.check_room(plan, members, 3 * 2**30)
-    assert estimate(model.named_parameters(), 8, stage=3).parameters < 8e9
+    assert estimate(model.named_parameters(), 8, stage=3).parameters < 32e9 / 3
     assert time.perf_counter() - start < 20, "seconds; it takes less than one"
     assert all(param.is_meta for param in model.parameters())
 
