@@ -1,7 +1,6 @@
 // Whether backward waits for what it has launched.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -18,21 +17,14 @@ namespace zx {
 // would run ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is
 // launched has been reduced, as the host sees it, and streams wait for each other: see Note [Streams].
 //
-// Another rank may be late by many seconds, and is waited for: all gradients may be more than there is memory for. But
-// ranks may run backwards of several optimizers in other orders, or a collective of the model's own in a backward whose
-// buckets leave at its end only, and would then wait for each other. So if nothing is reduced for a while, the rest of
-// the pass goes on without waiting, and later passes wait for less. A rank that follows the others launches nothing
+// Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
+// is reduced for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
 // before they synchronize: there is no waiting at all then.
 
 // Under Buckets::mutex, but for await().
 class Pace {
  public:
-  Pace(std::shared_ptr<Flights> flights, bool is_kept) : flights_(std::move(flights)), is_kept_(is_kept) {
-    num_kept_ += static_cast<int>(is_kept_);
-  }
-  ~Pace() { num_kept_ -= static_cast<int>(is_kept_); }
-  Pace(const Pace&) = delete;
-  Pace& operator=(const Pace&) = delete;
+  Pace(std::shared_ptr<Flights> flights, bool is_kept) : flights_(std::move(flights)), is_kept_(is_kept) {}
 
   // Whether some rank takes part only at a sync point, so that nothing is reduced before.
   void set_followed(bool followed) { is_followed_ = followed; }
@@ -40,26 +32,20 @@ class Pace {
 
   void begin_pass() { is_kept_now_ = is_kept_ && !is_followed_; }
   bool is_kept_now() const { return is_kept_now_; }
-  void give_up() {
-    is_kept_now_ = false;
-    patience_ = kShortPatience;
-  }
+  void give_up() { is_kept_now_ = false; }
 
   // Waits for all but the last flight. Returns false if nothing is reduced for a while.
   bool await() const {
     constexpr int64_t kMostUnreduced = 1;
-    return flights_->await_all_but(kMostUnreduced, num_kept_ > 1 ? kShortPatience : patience_.load());
+    constexpr std::chrono::milliseconds kPatience{2000};
+    return flights_->await_all_but(kMostUnreduced, kPatience);
   }
 
  private:
-  static constexpr std::chrono::milliseconds kShortPatience{2000};
-  static inline std::atomic<int> num_kept_ = 0;  // of this process
-
   const std::shared_ptr<Flights> flights_;
   const bool is_kept_;
   bool is_followed_ = false;
   bool is_kept_now_ = false;  // in this pass
-  std::atomic<std::chrono::milliseconds> patience_ = std::chrono::milliseconds(5'000);
 };
 
 }  // namespace zx

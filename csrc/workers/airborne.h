@@ -57,8 +57,7 @@ class Airborne {
     std::unique_lock lock(mutex_);
     while (num_launched_ - num_reduced_ > most && error_.empty() && !is_aborted_) {
       const int64_t before = num_reduced_;
-      const auto goes_on = [this, before] { return num_reduced_ > before || !error_.empty() || is_aborted_; };
-      if (!reduced_.wait_for(lock, patience, goes_on)) return false;
+      if (!reduced_.wait_for(lock, patience, [this, before] { return num_reduced_ > before; })) return false;
     }
     return true;
   }
@@ -68,7 +67,6 @@ class Airborne {
     const std::lock_guard lock(mutex_);
     if (!error_.empty() || is_aborted_) return;
     error_ = "zerox: the gradients of " + flight.describe() + " did not arrive from all ranks: " + reason;
-    reduced_.notify_all();
   }
 
   bool failed() const {
@@ -104,7 +102,6 @@ class Airborne {
   void abort() {
     const std::lock_guard lock(mutex_);
     is_aborted_ = true;
-    reduced_.notify_all();
     for (const auto& flight : flights_) {
       if (flight && flight->pending) flight->pending->abort();
     }

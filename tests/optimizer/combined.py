@@ -23,7 +23,7 @@ from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import Sparsity
 from zerox.memory.grad_dtype import NARROW
-from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP, TABLES
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, LIE_AS, MASKS, SPARSITY, SUBGROUP, TABLES
 from zerox.ranks.dtensors import local_of
 from zerox.residency.residency import Residency
 from zerox.rules.adam import ADAM
@@ -64,14 +64,6 @@ class Scales(nn.Module):
             loss = loss + self.table(ids).square().sum()
         return loss
 
-    def to_meta(self) -> Callable[[nn.Module], object]:
-        """Returns what gives each part the values that it had."""
-        had = {
-            (part, name): param.detach() for part in self.modules() for name, param in part.named_parameters("", False)
-        }
-        self.to("meta")
-        return lambda part: [param.copy_(had[part, name]) for name, param in part.named_parameters("", False)]
-
 
 class Scale(nn.Module):
     def __init__(self, values: Tensor) -> None:
@@ -106,10 +98,7 @@ class Training:
         options = {"weight_decay": 0.125, **arguments(way, mesh)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
-        if way[FIRST_VALUES] == ON_META:
-            options |= {"init": self.model.to_meta(), "model": self.model}
-        with self.device:  # that of parameters which are on none
-            self.optimizer = build(self.model.named_parameters(), way, **options)
+        self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
         self.sparsity = Sparsity(self.optimizer, SPARSE) if way[MASKS] == SPARSITY else None
@@ -142,7 +131,6 @@ class Training:
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
         assert any(bucket.mask for bucket in inside.buckets) is (way[MASKS] == SPARSITY)
         assert bool(inside.tables) is (way[TABLES] == "True")
-        assert not any(param.is_meta for param in self.model.parameters())
         assert inside.grads.subgroups.are_many is (way[SUBGROUP] == A_SUBGROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
