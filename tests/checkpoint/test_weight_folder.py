@@ -236,6 +236,26 @@ class Killed(BaseException):
 STEPS = ("rename", "replace", "mkdir", "unlink", "rmdir", "fsync", "link", "pwrite", "posix_fallocate", "open")
 
 
+def put_unless_killed(path: Path, size: Any, survived: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Saves 2.0, killed after so many steps; returns whether there were no more."""
+    steps = iter(range(survived, -1, -1))
+
+    def doing(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(steps, None) == 0:
+            raise Killed
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as killing:
+        for name in STEPS:
+            killing.setattr(os, name, partial(doing, getattr(os, name)))
+        killing.setattr(weight_folder, "exchange", partial(doing, weight_folder.exchange))
+        try:
+            put(path, 2.0, size)
+        except Killed:
+            return False
+    return True
+
+
 def no_exchange(*_: Any) -> bool:
     return False
 
@@ -253,23 +273,7 @@ def test_at_every_step_the_folder_has_the_old_weights_or_the_new_ones(
     path = tmp_path / "x"
     for survived in itertools.count():
         with_config(path, 1.0, before)
-        steps = iter(range(survived, -1, -1))
-
-        def doing(function: Any, steps: Iterator[int], *args: Any, **kwargs: Any) -> Any:
-            if next(steps, None) == 0:
-                raise Killed
-            return function(*args, **kwargs)
-
-        with monkeypatch.context() as killing:
-            for name in STEPS:
-                killing.setattr(os, name, partial(doing, getattr(os, name), steps))
-            killing.setattr(weight_folder, "exchange", partial(doing, weight_folder.exchange, steps))
-            try:
-                put(path, 2.0, after)
-            except Killed:
-                is_over = False
-            else:
-                is_over = True
+        is_over = put_unless_killed(path, after, survived, monkeypatch)
         found = path if system != "no exchange" else find(path)
         assert loaded(path) == value_in(found), "zerox knows where they are"
         assert value_in(found) in ((2.0,) if is_over else (1.0, 2.0)), f"killed after {survived} steps"
@@ -300,20 +304,7 @@ def test_after_a_kill_at_any_step_the_next_save_goes_on_with_what_others_did_sin
         for file in path.iterdir():
             if not had_weights and is_weights(file.name):
                 file.unlink()
-        steps, is_over = iter(range(survived, -1, -1)), True
-
-        def doing(function: Any, steps: Iterator[int], *args: Any, **kwargs: Any) -> Any:
-            if next(steps, None) == 0:
-                raise Killed
-            return function(*args, **kwargs)
-
-        with monkeypatch.context() as killing:
-            for name in STEPS:
-                killing.setattr(os, name, partial(doing, getattr(os, name), steps))
-            try:
-                put(path, 2.0, MANY)
-            except Killed:
-                is_over = False
+        is_over = put_unless_killed(path, MANY, survived, monkeypatch)
         expected: dict[str, Any] = dict(OTHERS)
         if had_weights and path.exists():
             (path / "newer").write_text("of another kind")
