@@ -95,7 +95,6 @@ def results(folder: Path, case: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, ip and unshare")
-@pytest.mark.timeout(200)
 def test_a_model_is_made_loaded_and_trained(tmp_path: Path) -> None:
     found = results(tmp_path, "trained")
     for each in found:
@@ -106,7 +105,6 @@ def test_a_model_is_made_loaded_and_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, ip and unshare")
-@pytest.mark.timeout(200)
 def test_a_fetch_whose_owner_is_slow_names_it(tmp_path: Path) -> None:
     first = str(results(tmp_path, "slow")[0]["error"])
     assert "rank 3" in first
