@@ -23,7 +23,7 @@ from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import Sparsity
 from zerox.memory.grad_dtype import NARROW
-from zerox.plan.choices import A_SUBGROUP, DTENSORS, LIE_AS, MASKS, SPARSITY, SUBGROUP, TABLES
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP, TABLES
 from zerox.ranks.dtensors import local_of
 from zerox.residency.residency import Residency
 from zerox.rules.adam import ADAM
@@ -64,6 +64,14 @@ class Scales(nn.Module):
             loss = loss + self.table(ids).square().sum()
         return loss
 
+    def to_meta(self) -> Callable[[nn.Module], object]:
+        """Returns what gives each part the values that it had."""
+        had = {
+            (part, name): param.detach() for part in self.modules() for name, param in part.named_parameters("", False)
+        }
+        self.to("meta")
+        return lambda part: [param.copy_(had[part, name]) for name, param in part.named_parameters("", False)]
+
 
 class Scale(nn.Module):
     def __init__(self, values: Tensor) -> None:
@@ -98,7 +106,10 @@ class Training:
         options = {"weight_decay": 0.125, **arguments(way, mesh)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
-        self.optimizer = build(self.model.named_parameters(), way, **options)
+        if way[FIRST_VALUES] == ON_META:
+            options |= {"init": self.model.to_meta(), "model": self.model}
+        with self.device:  # that of parameters which are on none
+            self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
         self.sparsity = Sparsity(self.optimizer, SPARSE) if way[MASKS] == SPARSITY else None
@@ -131,6 +142,7 @@ class Training:
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
         assert any(bucket.mask for bucket in inside.buckets) is (way[MASKS] == SPARSITY)
         assert bool(inside.tables) is (way[TABLES] == "True")
+        assert not any(param.is_meta for param in self.model.parameters())
         assert inside.grads.subgroups.are_many is (way[SUBGROUP] == A_SUBGROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
@@ -228,35 +240,50 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     by_count = divisor / (num_ranks * COUNT) if way["mean_over"] == "called" else 1.0
     wire = asked["reduce_dtype"] or training.dtype
     grads = watch_gradients(training.model.parts)
+    wrong: list[AssertionError] = []  # it is raised when no other rank waits for this one
     for step in range(STEPS):
         training.backwards(step)
         sent = {param: local_of(grad).to(wire) for param, grad in grads.items()}
         mean_of = mean_over_mesh if way["process_group"] == ON_MESH else mean_in_rank_order
-        means = {param: mean_of(given_by(ranks, grad), grad) for param, grad in sent.items()}
+        means = {param: mean_of(given_by(ranks, grad), grad, divisor) for param, grad in sent.items()}
         before = [(exact_values(bucket, shard), wide(state)) for _, _, bucket, shard, state in snapshot(training)]
         training.optimizer.step()
         training.optimizer.zero_grad()
-        for (values, old), (param, elements, bucket, shard, new) in zip(before, snapshot(training), strict=True):
-            after = exact_values(bucket, shard)
-            own = memory_order(local_of(param))[elements]
-            assert torch.equal(own, rounded(bucket, after)), "parameters are masters, rounded"
-            mean = means[param]
-            assert mean is not None
-            mean = mean * (len(ranks) / divisor)  # powers of two: exact
-            grad = memory_order(mean)[elements].to(values.dtype) * by_count
-            expected, moments = torch_step(values, grad, old, config)
-            if bucket.mask is not None:
-                masked = ~bucket.mask.kept()[shard]
-                expected = expected.masked_fill(masked, 0)
-                moments = {name: each.masked_fill(masked, 0) for name, each in moments.items()}
-                values = values.masked_fill(masked, 0)
-            for name in [name for name in MOMENTS if name in new]:
-                scales = new.get(f"{name}_scale")
-                assert_stored_bound(name, new[name].dtype, wide(new)[name], moments[name], scales)
-            if bucket.master is None:  # the result of the arithmetic, rounded to what the parameter can hold
-                values, after, expected = (t.to(param.dtype) for t in (values, after, expected))
-            assert_one_step_bound(values, after, expected, {})
-            assert not torch.equal(values, after)
+        try:
+            compare_a_step(training, before, means, by_count, config)
+        except AssertionError as error:
+            wrong.append(error)
+    if wrong:
+        raise wrong[0]
+
+
+def compare_a_step(
+    training: Training,
+    before: Sequence[tuple[Tensor, dict[str, Tensor]]],
+    means: Mapping[Tensor, Tensor | None],
+    by_count: float,
+    config: Mapping[str, Any],
+) -> None:
+    for (values, old), (param, elements, bucket, shard, new) in zip(before, snapshot(training), strict=True):
+        after = exact_values(bucket, shard)
+        own = memory_order(local_of(param))[elements]
+        assert torch.equal(own, rounded(bucket, after)), "parameters are masters, rounded"
+        mean = means[param]
+        assert mean is not None
+        grad = memory_order(mean)[elements].to(values.dtype) * by_count
+        expected, moments = torch_step(values, grad, old, config)
+        if bucket.mask is not None:
+            masked = ~bucket.mask.kept()[shard]
+            expected = expected.masked_fill(masked, 0)
+            moments = {name: each.masked_fill(masked, 0) for name, each in moments.items()}
+            values = values.masked_fill(masked, 0)
+        for name in [name for name in MOMENTS if name in new]:
+            scales = new.get(f"{name}_scale")
+            assert_stored_bound(name, new[name].dtype, wide(new)[name], moments[name], scales)
+        if bucket.master is None:  # the result of the arithmetic, rounded to what the parameter can hold
+            values, after, expected = (t.to(param.dtype) for t in (values, after, expected))
+        assert_one_step_bound(values, after, expected, {})
+        assert not torch.equal(values, after)
 
 
 def averaging(rank: int, world_size: int, training: Training) -> list[int]:
@@ -279,10 +306,10 @@ def given_by(ranks: Sequence[int], grad: Tensor) -> list[Tensor]:
     return [parts[rank] for rank in ranks]
 
 
-def mean_over_mesh(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def mean_over_mesh(parts: Sequence[Tensor], like: Tensor, divisor: float) -> Tensor:
     """As mean_in_rank_order, for a mesh of 2 x 2."""
     a, b, c, d = (each.to(torch.promote_types(like.dtype, torch.float32)) for each in parts)
-    return (((a + b) + (c + d)) / 4).to(like.dtype)
+    return (((a + b) + (c + d)) / divisor).to(like.dtype)
 
 
 def snapshot(training: Training) -> Iterator[tuple[Tensor, slice, Any, slice, dict[str, Tensor]]]:

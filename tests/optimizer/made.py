@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.meshes import mesh_once
 from tests.optimizer.ways import Way, is_inner
 from zerox import FusedShardedAdam, ShardedOptimizer
-from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, LIE_AS, MASKS, SUBGROUP, TABLES
+from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, SUBGROUP, TABLES
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 
@@ -33,6 +33,7 @@ ELSEWHERE = (
     "optimizer",
     "parameters",
     LIE_AS,
+    FIRST_VALUES,
     "device",
     SUBGROUP,
     "backend",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, LIE_AS, SHARDED, SUBGROUP, Setting, some
+from zerox.plan.choices import CHOICES, FIRST_VALUES, LIE_AS, SHARDED, SUBGROUP, Setting, some
 from zerox.plan.combinations import But, Refused, Untried, pairs, ruling
 
 Way = Mapping[str, str]  # a value of every option
@@ -19,8 +19,8 @@ _read: tuple[object, Costs] = (None, {})  # the table's rows, and what they cost
 
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
-    "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "resident_mb", "capturable", "overlap_gather",
-    "join", "lr", "foreach", "fused",
+    "stage", FIRST_VALUES, "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "resident_mb", "capturable",
+    "overlap_gather", "join", "lr", "foreach", "fused",
 )  # fmt: skip
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")

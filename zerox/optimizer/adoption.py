@@ -58,7 +58,7 @@ class Adoption:
             check_axes(model, members)
             check_rows(groups, members, core.grads, core.gather.shards_params)
             if materializer is not None:
-                materializer.look(groups, core.grads.subgroups.are_many)
+                materializer.look()
         check_terms(core.options, core.grads.subgroups, groups, members)
         core.calls.own.agree(ranks, [*core.members, *members])
         with ranks.failure_told():

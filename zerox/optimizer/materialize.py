@@ -6,9 +6,8 @@ See Note [First values of a model on meta] in on_meta.py.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from zerox import _torch
 from zerox.memory.bucket import Member
 from zerox.memory.flat import FlatBuffer, Unfilled, dense_strides
 from zerox.model_names import in_text
-from zerox.optimizer.on_meta import Init, Initialised, check_kinds, find_initialised
+from zerox.optimizer.on_meta import Init, Initialised, find_initialised
 from zerox.optimizer.pretrained import kept
 from zerox.plan.buckets import MIB
 from zerox.plan.materialize import Turn, largest, most_beside, turns
@@ -52,9 +51,8 @@ class Materializer:
             return None
         return Materializer(model, init, members, ranks)
 
-    def look(self, groups: Sequence[Mapping[str, Any]] = (), has_subgroups: bool = False) -> None:
+    def look(self) -> None:
         """ValueError, before anything has changed, for what can't be initialised."""
-        check_kinds(self.given, groups, has_subgroups)
         self.modules = find_initialised(self.model, self.init, self.given)
 
     def check_room(self, plan: Plan, members: Sequence[Member], limit: float) -> None:

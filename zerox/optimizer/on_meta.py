@@ -13,9 +13,9 @@ parameters are in memory is left alone. Ranks compare digests of what they have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from zerox import _C as C
 from zerox import _torch
 from zerox.memory.bucket import Member
-from zerox.memory.row_table import is_sparse
 from zerox.model_names import quote
 from zerox.optimizer.pretrained import Libraries, check_values
-from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import has_nccl
 from zerox.ranks.process_group import GroupArgument
 
@@ -88,19 +86,6 @@ def check_asked(model: nn.Module | None, init: Init | None, members: Sequence[Me
         known = {id(param) for param in model.parameters()}
         if other := next((member for member in members if id(member.param) not in known), None):
             raise ValueError(f"zerox: parameter {other.quoted} is not in model: pass the model that has all parameters")
-
-
-def check_kinds(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], has_subgroups: bool) -> None:
-    """ValueError for parameters on meta that all ranks can't draw alike, or not bucket by bucket."""
-    for member in members:
-        if not member.param.is_meta:
-            continue
-        kind = "is a DTensor" if is_dtensor(member.param) else "is beside param groups with a sub-group of ranks"
-        if is_sparse(groups[member.group] if groups else {}):
-            kind = "is in a group with sparse=True"
-        elif not (is_dtensor(member.param) or has_subgroups):
-            continue
-        raise ValueError(f"zerox: parameter {member.quoted} is on the meta device and {kind}: make the model in memory")
 
 
 def find_initialised(model: nn.Module, init: Init | None, members: Sequence[Member]) -> list[Initialised]:

@@ -14,7 +14,7 @@ from zerox.memory.flat import order_text
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import in_text
 from zerox.options import OptimizerOptions, parameter_words
-from zerox.plan.choices import A_SUBGROUP, DTENSORS, LIE_AS, MASKS, SPARSITY, SUBGROUP
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
@@ -63,7 +63,8 @@ def check_pairs(
         **calls,
     }
     for group in groups:
-        options.check_pairs(group, **facts)
+        on_meta = any(param.is_meta for param in group["params"])
+        options.check_pairs(group, **facts, **{FIRST_VALUES: {ON_META if on_meta else "in memory"}})
 
 
 def check_axes(model: ModelAxes, members: Sequence[Member]) -> None:

@@ -41,6 +41,7 @@ FUSED, SHARDED = "FusedShardedAdam", "ShardedOptimizer"
 LIE_AS, DTENSORS = "placement", "DTensors"
 SUBGROUP, A_SUBGROUP = "process_group of a param group", "a sub-group"
 TABLES = "sparse"  # of a param group
+FIRST_VALUES, ON_META = "first values", "on meta"
 MASKS, SPARSITY = "masks", "a Sparsity"
 CHOICES = {
     choice.option: choice
@@ -49,6 +50,7 @@ CHOICES = {
         Choice("stage", ("2", "1", "3")),
         Choice("parameters", ("float32", "bfloat16", "float16", "float64"), "{value} parameters"),
         Choice(LIE_AS, ("plain tensors", DTENSORS), "parameters that are {value}"),
+        Choice(FIRST_VALUES, ("in memory", ON_META), "parameters {value}"),
         Choice("device", ("cpu", "cuda"), "parameters on {value}"),
         Choice("process_group", ("a group", "a 2-D mesh", '"alone"'), "{value}"),
         Choice(SUBGROUP, ("None", A_SUBGROUP), "a param group on {value}"),

@@ -11,7 +11,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 
-from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, LIE_AS, MASKS, SHARDED, SPARSITY, SUBGROUP, Setting, some
+from zerox.plan.choices import (
+    A_SUBGROUP,
+    CHOICES,
+    DTENSORS,
+    FIRST_VALUES,
+    LIE_AS,
+    MASKS,
+    ON_META,
+    SHARDED,
+    SPARSITY,
+    SUBGROUP,
+    TABLES,
+    Setting,
+    some,
+)
 from zerox.plan.pairs_of_tables import OF_TABLES
 from zerox.plan.rulings import BATCHES, OF_STAGE_3, ON_GPUS, But, Refused, Row, Ruling, Untried
 
@@ -166,6 +180,22 @@ ROWS = (
         some(SUBGROUP, A_SUBGROUP),
         Refused("its parameters are others on other ranks", BATCHES, NotImplementedError),
     ),
+    Row(
+        some(FIRST_VALUES, ON_META),
+        some(LIE_AS, DTENSORS),
+        Refused("a part of a tensor has no draw of its own", "Make the model in memory"),
+    ),
+    Row(
+        some(FIRST_VALUES, ON_META),
+        some(SUBGROUP, A_SUBGROUP),
+        Refused("all ranks draw the same numbers, so all experts would be one", "Make the model in memory"),
+    ),
+    Row(
+        some(FIRST_VALUES, ON_META),
+        some(TABLES, "True"),
+        Refused("a table is in no bucket, and would be whole while it is drawn", "Make tables in memory"),
+    ),
+    Row(some(FIRST_VALUES, ON_META), ON_GPUS, Untried("on GPUs; a fake accelerator has run it")),
     Row(
         (*some(LIE_AS, DTENSORS), *some(SUBGROUP, A_SUBGROUP)),
         ON_GPUS,
