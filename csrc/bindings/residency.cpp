@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
+#include "grads/backward.h"
 #include "params/own_storage.h"
 #include "residency/address_range.h"
 #include "residency/digest.h"
@@ -49,6 +50,9 @@ void bind_residency(py::module_& m) {
         return flat.as_strided(sizes, strides, start);
       },
       py::arg("flat"), py::arg("sizes"), py::arg("strides"), py::arg("start"));
+  m.def(
+      "keep_pace_until_awaited", [](Backward& backward) { backward.set_pace_ends(&Residency::is_any_awaited); },
+      py::arg("backward"));
   m.def("has_address_ranges", &has_address_ranges);
   m.def("room_bytes", &AddressRange::bytes_in_use);
   m.def("most_room_bytes", &AddressRange::most_in_use);

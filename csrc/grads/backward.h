@@ -59,6 +59,10 @@ class Backward final : public GradHooks::Listener, public std::enable_shared_fro
   void set_before_next(std::function<void()> call) { before_next_.set(std::move(call)); }
   void before_next() { before_next_.call(); }
 
+  // Of the next passes: see Pace.
+  void set_pace_ends(std::function<bool()> ends) { pace_.set_ends(std::move(ends)); }
+  void set_patience(std::chrono::milliseconds most) { pace_.set_most(most); }
+
   // See GradHooks.
   std::string restore_watches() { return hooks_.restore_watches(); }
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -17,9 +18,12 @@ namespace zx {
 // would run ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is
 // launched has been reduced, as the host sees it, and streams wait for each other: see Note [Streams].
 //
-// Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
-// is reduced for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
-// before they synchronize: there is no waiting at all then.
+// A rank may be late by seconds, as where rank 0 saves or evaluates: the others wait for it. But it may also wait for
+// what this rank does after its backward. If another rank has written parameters, it waits until this one writes them
+// or comes to synchronize (Note [Shards are pulled]): then the rest of the pass goes on without waiting. Ranks may also
+// run backwards of several optimizers in other orders, which nobody sees: so the pass goes on, too, if nothing is
+// reduced for as long as a wait takes to be spoken of. A rank that follows the others launches nothing before they
+// synchronize: there is no waiting at all then.
 
 // Under Buckets::mutex, but for await().
 class Pace {
@@ -34,11 +38,14 @@ class Pace {
   bool is_kept_now() const { return is_kept_now_; }
   void give_up() { is_kept_now_ = false; }
 
-  // Waits for all but the last flight. Returns false if nothing is reduced for a while.
+  // `ends`: whether another rank is known to wait for what this one does after its backward. For all passes to come.
+  void set_ends(std::function<bool()> ends) { patience_.ends = std::move(ends); }
+  void set_most(std::chrono::milliseconds most) { patience_.most = most; }  // for tests
+
+  // Waits for all but the last flight. Returns false if nothing is reduced, and the patience ends.
   bool await() const {
     constexpr int64_t kMostUnreduced = 1;
-    constexpr std::chrono::milliseconds kPatience{2000};
-    return flights_->await_all_but(kMostUnreduced, kPatience);
+    return flights_->await_all_but(kMostUnreduced, patience_);
   }
 
  private:
@@ -46,6 +53,7 @@ class Pace {
   const bool is_kept_;
   bool is_followed_ = false;
   bool is_kept_now_ = false;  // in this pass
+  Patience patience_{.most = std::chrono::seconds(60)};
 };
 
 }  // namespace zx

@@ -148,6 +148,19 @@ Written PeerShards::await_written_by(int rank, const ShardPlace& place, int64_t 
   return found;
 }
 
+bool PeerShards::has_written(const std::vector<ShardPlace>& places, int64_t written) const {
+  if (places.empty()) return false;  // the constructor is not through
+  for (const int peer : others(true, num_ranks())) {
+    try {
+      const int64_t its = read_stamp(peer, places.at(peer), ShardStamp::written);
+      if (its > written && read_stamp(peer, places.at(peer), ShardStamp::written) == its) return true;
+    } catch (const std::exception&) {
+      continue;
+    }
+  }
+  return false;
+}
+
 int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {
   int64_t value = 0;
   neighbours_.read(ranks_[rank], place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));

@@ -221,6 +221,14 @@ void Publisher::come() {
   peers_->stamps_changed();
 }
 
+bool Publisher::is_awaited() const {
+  for (const ShardedBucket* sharded : all()) {
+    const int64_t written = sharded->stamps.get(ShardStamp::written);
+    if (peers_->has_written(sharded->places, written)) return true;
+  }
+  return peers_->is_asked_for_writes();
+}
+
 void Publisher::come_nowhere() {
   const BucketCopies::Lock lock(copies_.mutex);
   came_ = INT64_MAX;

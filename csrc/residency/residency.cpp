@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <utility>
@@ -17,6 +18,7 @@ namespace {
 struct All {
   Mutex<LockRank::residencies> mutex;
   std::vector<std::weak_ptr<Residency>> made;
+  std::vector<std::weak_ptr<Residents>> residents;
 };
 
 All& all() {
@@ -39,6 +41,18 @@ void Residency::list(const std::shared_ptr<Residency>& made) {
   const std::lock_guard lock(all().mutex);
   std::erase_if(all().made, [](const auto& each) { return each.expired(); });
   all().made.push_back(made);
+  std::erase_if(all().residents, [](const auto& each) { return each.expired(); });
+  all().residents.push_back(made->residents_);
+}
+
+bool Residency::is_any_awaited() {
+  std::vector<std::shared_ptr<Residents>> living;  // destroyed without the lock
+  {
+    const std::lock_guard lock(all().mutex);
+    for (const auto& each : all().residents) living.push_back(each.lock());
+  }
+  return std::any_of(living.begin(), living.end(),
+                     [](const auto& each) { return each != nullptr && each->is_awaited(); });
 }
 
 // On any thread, whatever it is doing: while it traces code, or while the device's runtime goes.

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -29,6 +30,12 @@ void ShardServer::come_no_more() {
   const std::lock_guard lock(mutex_);
   comes_no_more_ = true;
   answer_what_can_be();
+}
+
+bool ShardServer::is_asked_for_writes() {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(kept_.begin(), kept_.end(),
+                     [](const HeardQuestion& heard) { return !Question::of(heard.what).wants_shard; });
 }
 
 void ShardServer::hear(HeardQuestion heard) {

@@ -28,6 +28,9 @@ class ShardServer {
   // This rank writes nothing any more: nobody waits for that.
   void come_no_more();
 
+  // Whether another rank waits until this one writes, or comes.
+  bool is_asked_for_writes();
+
   // Whether the rank has said that it will ask nothing more.
   bool has_left(int rank) const { return server_.told_by(rank) >= Told::asks_no_more; }
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +14,13 @@
 #include "locks.h"
 
 namespace zx {
+
+// How long to wait while nothing is reduced: `most`, or until `ends`, which is asked `look_each`.
+struct Patience {
+  std::chrono::milliseconds most;
+  std::chrono::milliseconds look_each{100};
+  std::function<bool()> ends = [] { return false; };
+};
 
 // Of a `Flight` as TwoWorkers has it. Any thread may call any of these.
 template <class Flight>
@@ -53,11 +61,19 @@ class Airborne {
   }
 
   // See TwoWorkers.
-  bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
+  bool await_all_but(int64_t most, const Patience& patience) {
+    int64_t before = num_reduced_;
+    auto since = std::chrono::steady_clock::now();
     std::unique_lock lock(mutex_);
     while (num_launched_ - num_reduced_ > most && error_.empty() && !is_aborted_) {
-      const int64_t before = num_reduced_;
-      if (!reduced_.wait_for(lock, patience, [this, before] { return num_reduced_ > before; })) return false;
+      if (reduced_.wait_for(lock, patience.look_each, [&] { return num_reduced_ > before; })) {
+        before = num_reduced_;
+        since = std::chrono::steady_clock::now();
+        continue;
+      }
+      lock.unlock();
+      if (std::chrono::steady_clock::now() - since >= patience.most || patience.ends()) return false;
+      lock.lock();
     }
     return true;
   }

@@ -81,6 +81,7 @@ class Residency:
             faults=_may_fault(),
         )
         weakref.finalize(self, self.residents.leave_to_params).atexit = False
+        C.keep_pace_until_awaited(manager.backward)
         written_alone.watch(self, ranks.given)
         self.new = NewBuckets(ranks, self.residents, neighbours, resident_mb)
         # The same objects, which grow with each adoption.
