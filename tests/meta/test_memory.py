@@ -12,7 +12,8 @@ from torch import nn
 
 from bench.allocator import Allocator, build
 from tests.memory.test_peak_sharded import free_what_is_left
-from tests.meta.rig import on_meta
+from tests.meta.pretrained import pretrained_twin
+from tests.meta.rig import SEED, on_meta
 from tests.ranks import run_ranks
 from zerox import FusedShardedSGD
 from zerox._C import most_room_bytes, room_bytes
@@ -158,3 +159,27 @@ def test_rooms_of_a_model_of_transformers_stay_within_the_limit() -> None:
         assert params > 10 * LIMIT_MB * MIB
         assert rooms <= LIMIT_MB * MIB
         assert other <= params / 2 * WITHIN + 2 * MIB
+
+
+def generates(rank: int, world_size: int) -> int:
+    """As many tokens as each rank likes, with the whole model's: returns the most bytes of rooms."""
+    model: Any = on_meta(gpt2).eval()
+    before = room_bytes()
+    torch.manual_seed(SEED)
+    optimizer = built(model)
+    most_room_bytes()
+    count, prompt = 4 + 3 * rank, torch.tensor([[1, 2, 3]])
+    sizes = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    tokens = model.generate(prompt, **sizes)
+    most = most_room_bytes() - before
+    twin: Any = pretrained_twin(gpt2).eval()
+    assert tokens.shape == (1, 3 + count)
+    assert torch.equal(tokens, twin.generate(prompt, **sizes))
+    del optimizer
+    return most
+
+
+def test_text_is_generated_within_the_limit() -> None:
+    pytest.importorskip("transformers")
+    for rooms in run_ranks(generates, 2):
+        assert rooms <= LIMIT_MB * MIB
