@@ -20,8 +20,8 @@ from tests.checkpoint.weight_folders import write_index, write_safetensors, writ
 from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load_weights
-from zerox.checkpoint import weight_reader
-from zerox.checkpoint.weight_files import find_weights
+from zerox.checkpoint import weight_reader, weights
+from zerox.checkpoint.weight_files import WeightFiles, find_weights
 
 Given = tuple[Path, dict[str, Any]]  # a path, and other arguments
 INDEX = "model.safetensors.index.json"
@@ -433,14 +433,15 @@ def test_of_a_tied_weight_the_last_name_counts_as_in_torch(tmp_path: Path) -> No
 
 def load_where_it_is(rank: int, _: int, folders: list[str], name: str) -> str:
     """As on two machines: where rank 0 has the first folder, rank 1 has the second one."""
+
+    class Elsewhere(weight_reader.WeightReader):
+        def __init__(self, seen: WeightFiles) -> None:
+            super().__init__(seen._replace(folder=Path(folders[1])) if rank == 1 else seen)
+
     model, optimizer = built(3)
     before, path = everything(model, optimizer), f"{folders[0]}/{name}"
     with pytest.MonkeyPatch.context() as patch:
-        for each in ("open_regular", "read_torch") if rank == 1 else ():
-            call = getattr(weight_reader, each)
-            patch.setattr(
-                weight_reader, each, lambda file, call=call: call(Path(str(file).replace(folders[0], folders[1])))
-            )
+        patch.setattr(weights, "WeightReader", Elsewhere)
         try:
             load_weights(optimizer, path)
         except CheckpointError as error:
@@ -461,7 +462,10 @@ def test_what_is_not_the_same_on_all_ranks_is_told(tmp_path: Path, kind: str) ->
     swapped = source()
     swapped["a.weight"], swapped["b.weight"] = swapped["b.weight"], swapped["a.weight"]
     write_weights(kind, swapped, tmp_path / "swapped")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / file).symlink_to(tmp_path / "copy" / file)
     for where, text in (
+        ("linked", "on rank 1: .*is a link to .*copy.*, outside of that folder"),
         ("none", "on rank 1: FileNotFoundError"),
         ("other", "on rank 1: .*(bytes here, and|has another '.*' here)"),
         ("swapped", "on rank 1: .*(has other tensors here than on rank 0|has another '.*' here)"),

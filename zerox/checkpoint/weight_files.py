@@ -1,6 +1,6 @@
 """Files that have weights: which ones a path stands for, and where in them each tensor lies.
 
-Names of files come from other people's files, and lead nowhere but into the folder: see _inside().
+Names of files come from other people's files, and lead nowhere but into the folder: see inside().
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def find_weights(path: Path) -> WeightFiles:
 def _of_files(folder: Path, names: Iterable[str], weight_map: Mapping[str, str] | None = None) -> WeightFiles:
     """``weight_map``: which of them has each tensor, as an index says."""
     names = list(names)
-    kinds = {Kind.SAFETENSORS if _are_safetensors(_inside(folder, name), name) else Kind.TORCH for name in names}
+    kinds = {Kind.SAFETENSORS if _are_safetensors(inside(folder, name), name) else Kind.TORCH for name in names}
     if len(kinds) > 1:
         raise CheckpointError(f"some of {some(names)} are {' and others '.join(kind.value for kind in Kind)[:-1]}")
     kind = kinds.pop()
@@ -124,7 +124,7 @@ def _of_files(folder: Path, names: Iterable[str], weight_map: Mapping[str, str] 
     tensors: dict[str, Stored] = {}
     others: list[str] = []
     for name in names:
-        with open_regular(_inside(folder, name)) as file:
+        with open_regular(inside(folder, name)) as file:
             files[name] = Seen.of(file)
             if kind is Kind.SAFETENSORS:
                 found = {
@@ -132,7 +132,7 @@ def _of_files(folder: Path, names: Iterable[str], weight_map: Mapping[str, str] 
                     for each, e in read_header(file).items()
                 }
         if kind is Kind.TORCH:
-            content = read_torch(_inside(folder, name))
+            content = read_torch(inside(folder, name))
             others += [each for each, value in content.items() if not isinstance(value, Tensor)]
             found = {
                 each: Stored(v.dtype, tuple(v.shape), (Chunk(name, 0, 0, (0,) * v.dim(), tuple(v.shape)),))
@@ -156,7 +156,7 @@ def _are_safetensors(file: Path, name: str) -> bool:
 
 
 def _of_index(folder: Path, index: str) -> WeightFiles:
-    file = _inside(folder, index)
+    file = inside(folder, index)
     try:
         with io.BufferedReader(open_regular(file)) as stream:
             content = json.loads(stream.read(manifest.MOST_BYTES), object_pairs_hook=without_doubles)
@@ -182,7 +182,7 @@ def _check_map(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str
         raise CheckpointError(f"{folder / file} has {some(unlisted)}, which the index does not list")
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """The file of this name in the folder. CheckpointError for a name or a link that leads elsewhere, but for the links
     of huggingface_hub's cache."""
     parts = Path(name).parts

@@ -10,6 +10,7 @@ import io
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from zerox.checkpoint.manifest import CheckpointError, open_regular
 from zerox.checkpoint.records import Record, bytes_in
 from zerox.checkpoint.safetensors_file import read_header
-from zerox.checkpoint.weight_files import Chunk, Kind, Seen, Stored, WeightFiles, find_weights, read_torch
+from zerox.checkpoint.weight_files import Chunk, Kind, Seen, Stored, WeightFiles, find_weights, inside, read_torch
 from zerox.checkpoint.weight_parts import Part
 from zerox.plan.file_runs import Place, overlap, runs, slabs
 
@@ -82,13 +83,18 @@ class WeightReader:
 
     def _file(self, name: str) -> io.FileIO:
         if name not in self._open:
-            path, seen = self.weights.folder / name, self.weights.files[name]
+            path, seen = self._path(name), self.weights.files[name]
             file = self._open[name] = self._stack.enter_context(open_regular(path))
             if Seen.of(file).nbytes != seen.nbytes:
                 raise CheckpointError(f"{path} has {Seen.of(file).nbytes} bytes here, and {seen.nbytes} on rank 0")
             if Seen.of(file) != seen:
                 self._compare(name, file)
         return self._open[name]
+
+    def _path(self, name: str) -> Path:
+        """On another machine a file of this name may be a link, and not one that rank 0 has looked at."""
+        is_ours = self.weights.kind is Kind.CHECKPOINT  # which lists only names of zerox's, as zerox.load() reads them
+        return self.weights.folder / name if is_ours else inside(self.weights.folder, name)
 
     def _compare(self, name: str, file: io.FileIO) -> None:
         """Of a file that is not the very one that rank 0 saw, as on another machine: CheckpointError if it has other
@@ -105,7 +111,7 @@ class WeightReader:
 
     def _tensor(self, file: str, name: str) -> Tensor:
         if file not in self._mapped:
-            self._mapped[file] = read_torch(self.weights.folder / file)
+            self._mapped[file] = read_torch(self._path(file))
         found, known = self._mapped[file].get(name), self.weights.tensors[name]
         if found is None or (found.dtype, tuple(found.shape)) != (known.dtype, known.shape):
             raise CheckpointError(f"{self.weights.folder / file} has another '{name}' here than on rank 0")
@@ -125,10 +131,10 @@ class WeightReader:
             self._fill(target, read, read.place)
             return
         piece = torch.empty(max(1, PIECE_BYTES // read.dtype.itemsize), dtype=read.dtype, device="cpu")
-        for start, inside in slabs(sizes, piece.numel()):
-            found = piece[: torch.Size(inside).numel()].view(inside)
-            self._fill(found, read, (tuple(map(sum, zip(offsets, start, strict=True))), inside))
-            target[_slices((start, inside))].copy_(found)
+        for start, some in slabs(sizes, piece.numel()):
+            found = piece[: torch.Size(some).numel()].view(some)
+            self._fill(found, read, (tuple(map(sum, zip(offsets, start, strict=True))), some))
+            target[_slices((start, some))].copy_(found)
 
     def _fill(self, memory: Tensor, read: Read, place: Place) -> None:
         """``memory``: contiguous, of the host, and of the file's dtype."""
