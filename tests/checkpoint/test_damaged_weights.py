@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -474,6 +475,34 @@ def test_what_is_not_the_same_on_all_ranks_is_told(tmp_path: Path, kind: str) ->
         found = run_ranks(load_where_it_is, 2, [str(tmp_path / "0"), str(tmp_path / where)], file)
         assert found[0] == found[1]
         assert re.search(text, found[0]), (where, found[0])
+
+
+def save_and_copy(rank: int, _: int, folder: str) -> None:
+    model, optimizer = built(3)
+    load_weights(optimizer, f"{folder}/source/weights.pt")
+    zerox.save(f"{folder}/0", model, optimizer)
+    if rank == 0:
+        shutil.copytree(f"{folder}/0", f"{folder}/copy")
+
+
+def count_looks(rank: int, size: int, folders: list[str]) -> tuple[int, int]:
+    """Files of a checkpoint that rank 1 has elsewhere, and how often it looked through all of that."""
+    looks = []
+    find = weight_reader.find_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_reader, "find_weights", lambda path: looks.append(path) or find(path))
+        assert load_where_it_is(rank, size, folders, "") == ""
+    assert all(path == Path(folders[1]) for path in looks)
+    return len(list(Path(folders[1]).glob("*.distcp"))), len(looks)
+
+
+def test_a_checkpoint_on_another_machine_is_looked_through_once(tmp_path: Path) -> None:
+    write_weights("torch", source(), tmp_path / "source")
+    run_ranks(save_and_copy, 3, str(tmp_path))
+    here, there = run_ranks(count_looks, 2, [str(tmp_path / "0"), str(tmp_path / "copy")])
+    assert here[1] == 0
+    assert there[0] >= 3
+    assert there[1] == 1
 
 
 def load_relative(rank: int, _: int, folder: str, path: str) -> None:

@@ -54,6 +54,7 @@ class WeightReader:
         self.reads: list[Read] = []
         self.copies: list[Copy] = []
         self._open: dict[str, io.FileIO] = {}
+        self._here: WeightFiles | None = None  # a checkpoint as it is on this machine, once it was looked through
         self._mapped: dict[str, dict[str, Tensor]] = {}
         self._stack = ExitStack()
 
@@ -101,7 +102,8 @@ class WeightReader:
         tensors."""
         known = self.weights.tensors
         if self.weights.kind is Kind.CHECKPOINT:
-            is_same = find_weights(self.weights.folder).tensors == known
+            self._here = self._here or find_weights(self.weights.folder)
+            is_same = self._here.tensors == known
         else:
             here = {each: (e.dtype, e.shape, e.start) for each, e in read_header(file).items()}
             there = {n: (s.dtype, s.shape, s.chunks[0].start) for n, s in known.items() if s.chunks[0].file == name}
