@@ -26,7 +26,9 @@ from zerox.plan.plan import Plan
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.group import Ranks
 
-UNWRITTEN = 0xFF  # each byte of memory without values: a NaN in any dtype of parameters, -1 in integers
+# Each byte of memory without values. In floating point it is a NaN, which nothing draws: one that is left is found. Of
+# integers and bools every value may be meant: only memory that still is all as it was counts.
+UNWRITTEN, UNWRITTEN_INTEGERS = 0xFF, 0xA5
 CHUNK = 1 << 20  # elements that are looked at together
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; of more, several int64
 
@@ -149,7 +151,7 @@ class Materializer:
                     setattr(at.module, name, on_meta)
 
     def _give_memory(self, param: Tensor, home: Tensor) -> None:
-        in_memory(home).view(torch.uint8).fill_(UNWRITTEN)
+        leave_unwritten(home)
         C.set_data(param, home)
 
     def _make_buffer(self, module: nn.Module, name: str) -> None:
@@ -157,7 +159,7 @@ class Materializer:
         buffer = module.get_buffer(name)
         if id(buffer) not in self.made:
             made = torch.empty_like(buffer, device=self.ranks.device)
-            in_memory(made).view(torch.uint8).fill_(UNWRITTEN)
+            leave_unwritten(made)
             self.made[id(buffer)] = (buffer, made, _torch.version_of(made))
         setattr(module, name, self.made[id(buffer)][1])
 
@@ -174,9 +176,8 @@ class Materializer:
             if buffer.is_meta:
                 self.unwritten[name] = buffer
             elif id(buffer) in ids:
-                is_touched = _torch.version_of(buffer) != ids[id(buffer)] and not buffer.is_floating_point()
                 self._note(name, buffer, "buffer")
-                if is_touched:
+                if _torch.version_of(buffer) != ids[id(buffer)] and not has_nans(buffer):
                     self.unwritten.pop(name, None)
 
     def _compare(self) -> None:
@@ -218,8 +219,20 @@ def in_memory(values: Tensor) -> Tensor:
     return values.as_strided((values.numel(),), (1,))
 
 
+def has_nans(values: Tensor) -> bool:
+    """By its dtype."""
+    return values.is_floating_point() or values.is_complex()
+
+
+def leave_unwritten(values: Tensor) -> None:
+    in_memory(values).view(torch.uint8).fill_(UNWRITTEN if has_nans(values) else UNWRITTEN_INTEGERS)
+
+
 def has_unwritten(flat: Tensor) -> bool:
-    """Whether some elements have only ones, as memory has that nobody wrote."""
+    """Whether some elements are as memory is that nobody wrote; of integers and bools whether all are."""
+    if not has_nans(flat):
+        parts = flat.view(torch.uint8).split(CHUNK)
+        return flat.numel() > 0 and all(bool((part == UNWRITTEN_INTEGERS).all()) for part in parts)
     bits = flat.view(BITS.get(flat.itemsize, torch.int64))
     none = 0xFF if flat.itemsize == 1 else -1
     return any(bool((part == none).any()) for part in bits.split(CHUNK))
