@@ -233,7 +233,40 @@ def write_by_data(rank: int, world_size: int, left: str) -> str:
 def test_integers_of_any_value_are_values_also_where_data_was_written(left: str) -> None:
     """-1 has the bits of a NaN."""
     for said in run_ranks(write_by_data, 2, left):
-        assert said.startswith(f"zerox: '1.{left}' was on the meta device") if left else not said, said
+        assert said.startswith(f"zerox: buffer '1.{left}' was on the meta device") if left else not said, said
+
+
+class Namesakes(nn.Module):
+    """The optimizer is given the parameters of ``inner`` by their names in that: one is a buffer's of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LayerNorm(9)
+        self.register_buffer("weight", torch.empty(3, dtype=torch.int64))
+
+
+def forgets_a_namesake(rank: int, world_size: int, case: str) -> str:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            nn.init.zeros_(module.bias)
+            if case == "differs":
+                nn.init.constant_(module.weight, rank)
+        else:
+            module.weight.fill_(5)  # type: ignore[union-attr,operator]
+
+    model = on_meta(Namesakes)
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        FusedShardedAdam(model.inner.named_parameters(), model=model, init=init)  # type: ignore[union-attr]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("forgets", "zerox: parameter 'weight' was on the meta device"), ("differs", "parameter 'weight' with first val")],
+)
+def test_a_parameter_with_a_buffers_name_is_looked_at(case: str, text: str) -> None:
+    for said in run_ranks(forgets_a_namesake, 2, case):
+        assert text in said
 
 
 def test_a_parent_may_give_them_later() -> None:

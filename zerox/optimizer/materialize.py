@@ -43,8 +43,9 @@ class Materializer:
         self.given = members
         self.modules: list[Initialised] = []
         self.members = {id(member.param): member for member in members if member.param.is_meta}
-        self.digests: dict[str, str] = {}  # lines that ranks compare, by the name of what they are about
-        self.unwritten: dict[str, Tensor] = {}  # parameters and buffers in which a module left memory without values
+        # By kind and name, since the optimizer may call a parameter as the model calls a buffer.
+        self.digests: dict[str, str] = {}  # lines that ranks compare
+        self.unwritten: dict[str, Tensor] = {}  # in which a module left memory without values
         self.made: dict[int, tuple[Tensor, Tensor, int]] = {}  # buffers: on meta, in memory, and its version then
 
     @staticmethod
@@ -164,32 +165,32 @@ class Materializer:
         setattr(module, name, self.made[id(buffer)][1])
 
     def _note(self, name: str, values: Tensor, kind: str) -> None:
-        flat = in_memory(values.detach())
-        self.digests[name] = f"{kind} '{name}' with first values of digest {C.digest(flat):016x}"
+        flat, what = in_memory(values.detach()), f"{kind} '{name}'"
+        self.digests[what] = f"{what} with first values of digest {C.digest(flat):016x}"
         if has_unwritten(flat):
-            self.unwritten[name] = values
+            self.unwritten[what] = values
 
     def _note_buffers(self) -> None:
         """Of those that modules have now: init may have put others in their place."""
         ids = {id(made): version for _, made, version in self.made.values()}
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
-                self.unwritten[name] = buffer
+                self.unwritten[f"buffer '{name}'"] = buffer
             elif id(buffer) in ids:
                 self._note(name, buffer, "buffer")
                 if _torch.version_of(buffer) != ids[id(buffer)] and not has_nans(buffer):
-                    self.unwritten.pop(name, None)
+                    self.unwritten.pop(f"buffer '{name}'", None)
 
     def _compare(self) -> None:
         known = [(member.name, member.param) for member in self.members.values()]
         left = [
-            name for name, each in self.unwritten.items() if each.is_meta or has_unwritten(in_memory(each.detach()))
+            what for what, each in self.unwritten.items() if each.is_meta or has_unwritten(in_memory(each.detach()))
         ]
         with self.ranks.refusals_told():
             if left:
                 more = f", and {len(left) - 1} more," if len(left) > 1 else ""
                 raise ValueError(
-                    f"zerox: '{left[0]}'{more} was on the meta device, and has elements to which nothing gave a "
+                    f"zerox: {left[0]}{more} was on the meta device, and has elements to which nothing gave a "
                     "value: init must give one to each of a module's own parameters and buffers, or make that module "
                     "in memory"
                 )
