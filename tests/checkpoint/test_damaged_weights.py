@@ -22,6 +22,7 @@ from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load_weights
 from zerox.checkpoint import weight_reader, weights
+from zerox.checkpoint.records import Record
 from zerox.checkpoint.weight_files import WeightFiles, find_weights
 
 Given = tuple[Path, dict[str, Any]]  # a path, and other arguments
@@ -583,3 +584,67 @@ def load_after_a_step(rank: int, size: int, path: str, stage: int) -> list[Tenso
     load_weights(optimizer, path)
     step(model, optimizer, rank, 1)
     return everything(model, optimizer)
+
+
+# ---- a folder of zerox.save() in which bytes have changed
+
+
+def save_here(rank: int, size: int, path: str, stage: int) -> None:
+    model, optimizer = built(stage, 5)
+    zerox.save(path, model, optimizer)
+
+
+def load_changed(rank: int, size: int, path: str, stage: int) -> tuple[str, int, int]:
+    """What a load said, how many of this rank's reads were of whole records, and how many there were."""
+    _, optimizer = built(stage)
+    seen: list[weight_reader.Read] = []
+    run, said = weight_reader.WeightReader._run, ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_reader.WeightReader, "_run", lambda self, read: (seen.append(read), run(self, read)))
+        try:
+            load_weights(optimizer, path)
+        except CheckpointError as error:
+            said = str(error)
+    return said, sum(read.crc != 0 for read in seen), len(seen)
+
+
+@pytest.mark.parametrize(("savers", "stage", "loaders", "to_stage"), [(1, 2, 1, 3), (3, 3, 1, 2), (2, 3, 2, 3)])
+def test_records_that_are_read_whole_are_as_they_were_written(
+    tmp_path: Path, savers: int, stage: int, loaders: int, to_stage: int
+) -> None:
+    path = tmp_path / "x"
+    run_ranks(save_here, savers, str(path), stage)
+    for said, whole, count in run_ranks(load_changed, loaders, str(path), to_stage):
+        assert not said
+        assert whole == count > 0
+    tensors = find_weights(path).tensors
+    for stored, chunk in ((tensors[name], chunk) for name in ("a.weight", "b.bias") for chunk in tensors[name].chunks):
+        file = path / chunk.file
+        content, nbytes = file.read_bytes(), torch.Size(chunk.sizes).numel() * stored.dtype.itemsize
+        with file.open("rb", buffering=0) as stream:
+            start = chunk.start + Record(stream, chunk.start, chunk.record).elements(nbytes)
+        last = start + nbytes - 1
+        file.write_bytes(content[:last] + bytes([content[last] ^ 1]) + content[last + 1 :])
+        found = [said for said, _, _ in run_ranks(load_changed, loaders, str(path), to_stage)]
+        assert found == found[:1] * loaders
+        assert re.search(f"{file} was changed after it was written, between bytes {start} and {last + 1}$", found[0])
+        assert "could not be read to its end, and parameters have a part of it" in found[0]
+        file.write_bytes(content)
+
+
+def test_records_that_are_read_in_parts_are_not_compared(tmp_path: Path) -> None:
+    run_ranks(save_here, 1, str(tmp_path / "x"), 2)
+    for said, whole, count in run_ranks(load_changed, 2, str(tmp_path / "x"), 3):
+        assert not said
+        assert whole < count
+
+
+def test_records_without_checksums_are_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_here(0, 1, str(tmp_path / "x"), 2)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    said, whole, count = load_changed(0, 1, str(tmp_path / "x"), 2)
+    assert not said
+    assert whole == 0 < count

@@ -53,6 +53,13 @@ class Record(io.RawIOBase):
 
     def elements(self, nbytes: int) -> int:
         """Where the tensor's elements start, ``nbytes`` of them. Raises ValueError if they aren't there."""
+        return self.start_of(self.member(nbytes))
+
+    def member(self, nbytes: int) -> zipfile.ZipInfo:
+        """The archive's member that has the tensor's elements, ``nbytes`` of them. Raises ValueError if there is none.
+
+        Its CRC-32 is 0 if it was written after torch.serialization.set_crc32_options(False).
+        """
         try:
             with zipfile.ZipFile(self) as archive:  # type: ignore[arg-type]
                 found = [each for each in archive.infolist() if each.filename.endswith(ELEMENTS)]
@@ -60,7 +67,7 @@ class Record(io.RawIOBase):
             found = []
         if [(each.compress_type, each.file_size) for each in found] != [(zipfile.ZIP_STORED, nbytes)]:
             raise ValueError(f"at byte {self.start} there is no tensor of {nbytes} bytes")
-        return self.start_of(found[0])
+        return found[0]
 
     def start_of(self, member: zipfile.ZipInfo) -> int:
         """Where the bytes of a member of the archive start. Raises ValueError if the file ends before them."""

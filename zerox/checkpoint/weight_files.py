@@ -201,7 +201,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _of_checkpoint(folder: Path) -> WeightFiles:
-    """Sizes of files are compared with its manifest, and no checksums: all of them would have to be read."""
+    """Sizes of files are compared with its manifest, and no checksums: all of them would have to be read. Those of
+    records are compared where one is read whole."""
     listed = manifest.read(folder)["files"]
     manifest.check(folder, listed, contents=False)
     opened = Opened(folder, CheckpointReader(folder), {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +28,7 @@ PIECE_BYTES = 2**20
 
 class Read(NamedTuple):
     """The elements at ``place`` of a tensor of ``shape`` and ``dtype``, which begins at byte ``start`` of ``file``, and
-    is row-major unless it has ``strides``, into ``target``."""
+    is row-major unless it has ``strides``, into ``target``. ``crc``: the CRC-32 of these elements, 0 if not known."""
 
     file: io.FileIO
     start: int
@@ -36,6 +37,7 @@ class Read(NamedTuple):
     place: Place
     target: Tensor
     strides: tuple[int, ...] = ()
+    crc: int = 0
 
     def row_major(self) -> Iterator[Read]:
         """The same as of tensors that are."""
@@ -72,16 +74,18 @@ class WeightReader:
 
     def _plan(self, name: str, stored: Stored, chunk: Chunk, place: Place, part: Part) -> None:
         target = part.values[_slices(_less(place, part.offsets))]
-        file, start = self._file(chunk.file), chunk.start
+        file, start, crc = self._file(chunk.file), chunk.start, 0
+        inside_chunk = _less(place, chunk.offsets)
         if chunk.record:
             nbytes = torch.Size(chunk.sizes).numel() * stored.dtype.itemsize
             try:
-                start += Record(file, chunk.start, chunk.record).elements(nbytes)
+                record = Record(file, chunk.start, chunk.record)
+                member = record.member(nbytes)
+                start += record.start_of(member)
             except ValueError as error:
                 raise CheckpointError(f"{os.fsdecode(file.name)} does not have {name}: {error}") from None
-        self.reads.append(
-            Read(file, start, stored.dtype, chunk.sizes, _less(place, chunk.offsets), target, chunk.strides)
-        )
+            crc = member.CRC if inside_chunk[1] == chunk.sizes else 0  # of what is read in parts nobody knows it
+        self.reads.append(Read(file, start, stored.dtype, chunk.sizes, inside_chunk, target, chunk.strides, crc))
 
     def _file(self, name: str) -> io.FileIO:
         if name not in self._open:
@@ -118,15 +122,22 @@ class WeightReader:
                 self._run(each)
 
     def _run(self, read: Read) -> None:
-        target, (offsets, sizes) = read.target, read.place
+        target, (offsets, sizes), crc = read.target, read.place, 0
         if target.device.type == "cpu" and target.dtype is read.dtype and target.is_contiguous():
             self._fill(target, read, read.place)
-            return
-        piece = torch.empty(max(1, PIECE_BYTES // read.dtype.itemsize), dtype=read.dtype, device="cpu")
-        for start, some in slabs(sizes, piece.numel()):
-            found = piece[: torch.Size(some).numel()].view(some)
-            self._fill(found, read, (tuple(map(sum, zip(offsets, start, strict=True))), some))
-            target[_slices((start, some))].copy_(found)
+            crc = zlib.crc32(bytes_in(target)) if read.crc else 0
+        else:
+            piece = torch.empty(max(1, PIECE_BYTES // read.dtype.itemsize), dtype=read.dtype, device="cpu")
+            for start, some in slabs(sizes, piece.numel()):
+                found = piece[: torch.Size(some).numel()].view(some)
+                self._fill(found, read, (tuple(map(sum, zip(offsets, start, strict=True))), some))
+                target[_slices((start, some))].copy_(found)
+                crc = zlib.crc32(bytes_in(found), crc) if read.crc else 0
+        if crc != read.crc:
+            end = read.start + torch.Size(sizes).numel() * read.dtype.itemsize
+            raise CheckpointError(
+                f"{os.fsdecode(read.file.name)} was changed after it was written, between bytes {read.start} and {end}"
+            )
 
     def _fill(self, memory: Tensor, read: Read, place: Place) -> None:
         """``memory``: contiguous, of the host, and of the file's dtype."""
