@@ -63,10 +63,7 @@ class Materializer:
     def check_room(self, plan: Plan, members: Sequence[Member], limit: float) -> None:
         """ValueError if more than ``limit`` bytes of buckets would be whole beside those of one module. A warning that
         names a module whose own buckets are more than that."""
-        planned = [bucket for bucket in plan.buckets if members[bucket.params[0]].param.is_meta]
-        numbers = {id(members[place].param): place for bucket in planned for place in bucket.params}
-        found = self._turns(numbers, [bucket.params for bucket in planned])
-        nbytes = [bucket.nbytes for bucket in planned]
+        found, nbytes = planned_turns(self.modules, plan, members)
         beside = most_beside(found, nbytes)
         if beside > limit:
             raise ValueError(
@@ -85,7 +82,7 @@ class Materializer:
         """Parameters that are in none of the buffers get memory of their own. Collective."""
         buffers = unfilled.buffers
         numbers = {id(param): id(param) for each in buffers for param in each.params}
-        found = self._turns(numbers, [[id(param) for param in each.params] for each in buffers])
+        found = turns_of(self.modules, numbers, [[id(param) for param in each.params] for each in buffers])
         with torch.no_grad(), kept(self.model), self._draws_of_first():
             for module, turn in zip(self.modules, found, strict=True):
                 try:
@@ -97,11 +94,6 @@ class Materializer:
         self._compare()
 
     # ---- inside
-
-    def _turns(self, numbers: dict[int, int], buckets: Sequence[Sequence[int]]) -> list[Turn]:
-        """``numbers``: of parameters that are in buckets, by id, as ``buckets`` have them."""
-        own = [[numbers[id(param)] for param in each.params if id(param) in numbers] for each in self.modules]
-        return turns(own, buckets)
 
     def _take_turn(self, module: Initialised, turn: Turn, unfilled: Unfilled) -> None:
         buffers = unfilled.buffers
@@ -211,6 +203,21 @@ class Materializer:
         finally:
             if not is_first:
                 set_generators(self.ranks.device, own)
+
+
+def turns_of(modules: Sequence[Initialised], numbers: dict[int, int], buckets: Sequence[Sequence[int]]) -> list[Turn]:
+    """``numbers``: of parameters that are in buckets, by id, as ``buckets`` have them."""
+    return turns([[numbers[id(param)] for param in each.params if id(param) in numbers] for each in modules], buckets)
+
+
+def planned_turns(
+    modules: Sequence[Initialised], plan: Plan, members: Sequence[Member]
+) -> tuple[list[Turn], list[int]]:
+    """And the bytes of the buckets that they open."""
+    planned = [bucket for bucket in plan.buckets if members[bucket.params[0]].param.is_meta]
+    numbers = {id(members[place].param): place for bucket in planned for place in bucket.params}
+    found = turns_of(modules, numbers, [bucket.params for bucket in planned])
+    return found, [bucket.nbytes for bucket in planned]
 
 
 def in_memory(values: Tensor) -> Tensor:
