@@ -12,6 +12,7 @@ again. FOLDER must be on the disk that is meant. Loaded state is compared bit by
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -143,6 +144,18 @@ COLUMNS = {"ranks": "", "what": "<15", "mib": ",.0f", "seconds": ".3f", "disk_se
 COLUMNS |= {"tensor_mib": ",.1f", "bucket_mib": ",.1f"}
 
 
+def in_folders(
+    args: argparse.Namespace, prefix: str, columns: dict[str, str], rows_in: Callable[[Path, int], list[Row]]
+) -> None:
+    """Rows of each number of ranks, in a new folder on the disk that is meant."""
+
+    def rows_at(world_size: int) -> list[Row]:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=args.folder) as folder:
+            return rows_in(Path(folder), world_size)
+
+    for_world_sizes(args, columns, rows_at)
+
+
 FOLDER = {"type": Path, "default": Path(), "help": "to save in"}
 make_parser = partial(new_parser, "bench.checkpoint", __doc__, *TRAINING, "ranks", "rounds", rounds=5, folder=FOLDER)
 
@@ -151,11 +164,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
     training = training_of(args, context=8, batch=1)
 
-    def rows_at(world_size: int) -> list[Row]:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
-            return on_ranks(measure, world_size, training, Path(folder), args.rounds, build())
+    def rows_in(folder: Path, world_size: int) -> list[Row]:
+        return on_ranks(measure, world_size, training, folder, args.rounds, build())
 
-    for_world_sizes(args, COLUMNS, rows_at)
+    in_folders(args, "checkpoint-", COLUMNS, rows_in)
 
 
 if __name__ == "__main__":

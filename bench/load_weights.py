@@ -12,7 +12,6 @@ is most. FOLDER must be on the disk that is meant. What is loaded is compared bi
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.allocator import Allocator, build
-from bench.checkpoint import FOLDER, MIB, costs, forget, read_plainly
-from bench.common import TRAINING, Row, for_world_sizes, new_parser, on_ranks, parse, training_of
+from bench.checkpoint import FOLDER, MIB, costs, forget, in_folders, read_plainly
+from bench.common import TRAINING, Row, new_parser, on_ranks, parse, training_of
 from bench.jobs import WrongResult
 from bench.systems import Training
 from zerox import FusedShardedAdam, load_weights
@@ -127,11 +126,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
     training = training_of(args, context=8, batch=1)
 
-    def rows_at(world_size: int) -> list[Row]:
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=args.folder) as folder:
-            return on_ranks(measure, world_size, training, Path(folder), args.rounds, build())
+    def rows_in(folder: Path, world_size: int) -> list[Row]:
+        return on_ranks(measure, world_size, training, folder, args.rounds, build())
 
-    for_world_sizes(args, COLUMNS, rows_at)
+    in_folders(args, "weights-", COLUMNS, rows_in)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from bench.checkpoint import MIB, write_plainly
-from bench.common import Row, for_world_sizes, largest, new_parser, on_ranks, parse
+from bench.checkpoint import FOLDER, MIB, in_folders, write_plainly
+from bench.common import Row, largest, new_parser, on_ranks, parse
 from bench.jobs import WrongResult
 from zerox import FusedShardedAdam, save_weights
 
@@ -98,7 +97,6 @@ def measure(mib: int, stage: int, folder: Path, rounds: int) -> list[Row]:
 
 
 COLUMNS = {"ranks": "", "stage": "", "what": "<12", "mib": ",.0f", "seconds": ".3f", "ratio": ".2f"}
-FOLDER = {"type": Path, "default": Path(), "help": "to save in"}
 SIZE = {"type": int, "default": 1024, "help": "of the parameters, in MiB"}
 STAGE = {"type": int, "default": 3, "help": "the optimizer's"}
 make_parser = partial(
@@ -109,11 +107,10 @@ make_parser = partial(
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
 
-    def rows_at(world_size: int) -> list[Row]:
-        with tempfile.TemporaryDirectory(prefix="save-weights-", dir=args.folder) as folder:
-            return on_ranks(measure, world_size, args.mib, args.stage, Path(folder), args.rounds)
+    def rows_in(folder: Path, world_size: int) -> list[Row]:
+        return on_ranks(measure, world_size, args.mib, args.stage, folder, args.rounds)
 
-    for_world_sizes(args, COLUMNS, rows_at)
+    in_folders(args, "save-weights-", COLUMNS, rows_in)
 
 
 if __name__ == "__main__":

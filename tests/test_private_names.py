@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import re
 import subprocess
 import sys
@@ -102,6 +103,19 @@ TIMES = SimpleNamespace(_timeout=1)
 MUL = torch.ops.aten.mul_.Scalar
 
 
+def from_file() -> Tensor:
+    file = io.BytesIO()
+    torch.save(torch.zeros(3), file)
+    file.seek(0)
+    found = torch.load(file, map_location="meta", weights_only=True)
+    assert isinstance(found, Tensor)
+    return found
+
+
+FROM_FILE = from_file()
+IN_FILE = FROM_FILE.untyped_storage()
+
+
 def own_backend() -> None:
     _torch.set_backend(made := group(), CPU, GLOO, dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
     assert _torch.backend_of(made, CPU).name() == "gloo"
@@ -125,6 +139,7 @@ USES = [
         lambda: _torch.offsets_of(NOWHERE),
     ),
     Use(torch.UntypedStorage, "_cdata", "storage_of", lambda: _torch.storage_of(ON_META), id(ON_META)),
+    Use(IN_FILE, "_checkpoint_offset", "offset_in_file", lambda: _torch.offset_in_file(FROM_FILE), None),
     Use(nn.MultiheadAttention, "_reset_parameters", "reset_of", lambda: _torch.reset_of(ATTENTION), None),
     Use(Tensor, "_make_wrapper_subclass", "make_wrapper", lambda: _torch.make_wrapper(DTensor, (1,), (1,))),
     Use(

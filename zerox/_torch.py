@@ -339,6 +339,15 @@ def reset_of(module: nn.Module) -> Callable[[], Any] | None:
 RESET_BY_ANOTHER = (nn.MultiheadAttention, nn.Transformer)
 
 
+# ---- files of torch.save()
+
+
+def offset_in_file(tensor: Tensor) -> int | None:
+    """Where the storage of a tensor begins in the file from which torch.load() has made it on the meta device. None for
+    a tensor that was saved without elements. Without it: None, and load_weights() refuses files of torch.save()."""
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
 # ---- torch's DistributedDataParallel
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from zerox.memory.bucket import Member
 from zerox.memory.mask import stands_for
 from zerox.memory.row_table import check_ranks, check_tables, is_sparse
 from zerox.optimizer.local_bytes import Local, Named, bytes_of_own, take_apart
+from zerox.optimizer.materialize import planned_turns
 from zerox.optimizer.memory_bytes import MemoryBytes
+from zerox.optimizer.on_meta import Init, check_asked, check_kinds, find_initialised
 from zerox.optimizer.planning import Around, Given, make_plan
 from zerox.options import (
     OF_LOCAL_OPTIMIZERS,
@@ -26,6 +29,7 @@ from zerox.options import (
     parameter_words,
 )
 from zerox.plan.choices import A_SUBGROUP, MASKS, SPARSITY, SUBGROUP
+from zerox.plan.materialize import most_open
 from zerox.plan.plan import Plan
 from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
 from zerox.ranks.dtensors import local_of
@@ -66,6 +70,7 @@ def estimate(
     beside others that one has: this rank's own. They are counted with dense gradients, and ``peak`` lacks what torch's
     class allocates for them in its step(); a rank alone has none. A param group's ``process_group``, as experts have
     one, may be the number of ranks that it will have. Options that don't change memory (lr and so on) are accepted.
+    With ``model=`` and ``init=``, as for the constructor, ``peak_of_construction`` is there for parameters on meta.
     With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a
     bucket at a time. Gradients of tables (``sparse=True`` in a param group) are not in it, since they are as large as
     what batches name. Raises as the constructor does for ``params`` and ``options``, and ValueError for arguments of
@@ -86,7 +91,9 @@ def estimate(
     words = {"rule": rule, **options}
     training.check_pairs(words)
     masked = training.masked([masks] if isinstance(masks, str) else masks, words)
-    return _summed(training.plan(), training.site(), chosen.resident_mb, masked, of_own)
+    plan = training.plan()
+    open_bytes = training.most_open(plan, options.get("model"), options.get("init"))
+    return _summed(plan, training.site(), chosen.resident_mb, masked, of_own, open_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,18 +211,35 @@ class _Training:
         near = ranks.near if on_host else 1
         return Site(self.chosen.stage_plan, self.backend, ranks.world_size, near, on_host, ranks.mesh)
 
+    def most_open(self, plan: Plan, model: torch.nn.Module | None, init: Init | None) -> int | None:
+        """Bytes of buckets that are whole at a time while parameters on meta get their values; None if none is there.
+        Raises as the constructor."""
+        members = [Member(name, tensor, place, place) for place, (name, tensor, _) in enumerate(self.ours)]
+        check_asked(model, init, members)
+        if model is None or not any(member.param.is_meta for member in members):
+            return None
+        are_some = any(self.subgroup_size(place) != self.ranks.world_size for place in self.dense)
+        check_kinds(members, [group for *_, group in self.ours], are_some)
+        return most_open(*planned_turns(find_initialised(model, init, members), plan, members))
+
     def _local(self, place: int) -> torch.Tensor:
         found: torch.Tensor = local_of(self.ours[place][1])
         return found
 
 
 def _summed(
-    plan: Plan, site: Site, resident_mb: float | None, masked: Collection[int], of_own: MemoryBytes
+    plan: Plan,
+    site: Site,
+    resident_mb: float | None,
+    masked: Collection[int],
+    of_own: MemoryBytes,
+    open_bytes: int | None,
 ) -> MemoryBytes:
-    """``of_own``: of parameters that are each rank's own."""
+    """``of_own``: of parameters that are each rank's own. ``open_bytes``: of most_open()."""
     flows = [flow_of(each, site) for each in plan.trained]
     parameters = parameter_bytes(plan, site, resident_mb)
     master, moments = state_bytes(plan, site, masked)
+    filled = parameter_bytes(plan, site, resident_mb, open_bytes or 0)  # state is made behind that
     lasting = parameters + master + moments + of_own.lasting
     local = [flow.local for flow in flows]
     buffers = [flow.flat + flow.received + flow.reducing for flow in flows] if site.world_size > 1 else []
@@ -230,6 +254,9 @@ def _summed(
         typical_local_gradients=max(local, default=0) if site.shards_grads else sum(local),
         peak=lasting + peak_of(flows, site, keeps_up=False),
         typical_peak=lasting + peak_of(flows, site, keeps_up=True),
+        peak_of_construction=0
+        if open_bytes is None
+        else of_own.parameters + max(filled, parameters + master + moments),
     )
 
 

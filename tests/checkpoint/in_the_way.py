@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,23 @@ def a_checkpoint_that_is_the_working_folder(folder: Path) -> tuple[str, str]:
     return "", r"is this process's working folder"
 
 
+def with_somebody_s_notes(folder: Path, name: str) -> tuple[Path, str]:
+    (folder / name).mkdir()
+    (folder / name / "notes.txt").write_text("mine")
+    return folder / "x", rf"{re.escape(name)} is zerox's own, and holds notes[.]txt: move that elsewhere"
+
+
+def with_a_folder_in(folder: Path, name: str, of: str) -> tuple[Path, str]:
+    (folder / name / of).mkdir(parents=True)
+    return folder / "x", rf"{re.escape(name)} is zerox's own, and holds {re.escape(of)}: move that elsewhere"
+
+
 def somebody_s_folder_where_it_is_written(folder: Path) -> tuple[Path, str]:
-    (folder / ".x.saving").mkdir()
-    (folder / ".x.saving" / "notes.txt").write_text("mine")
-    return folder / "x", r"[.]x[.]saving is zerox's own, and holds notes[.]txt: move that elsewhere"
+    return with_somebody_s_notes(folder, ".x.saving")
 
 
 def a_folder_of_a_file_s_name_where_it_is_written(folder: Path) -> tuple[Path, str]:
-    (folder / ".x.saving" / manifest.NAME).mkdir(parents=True)
-    return folder / "x", r"[.]x[.]saving is zerox's own, and holds zerox[.]json: move that elsewhere"
+    return with_a_folder_in(folder, ".x.saving", manifest.NAME)
 
 
 def a_link_where_it_is_written(folder: Path) -> tuple[Path, str]:

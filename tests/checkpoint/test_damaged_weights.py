@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from tests.checkpoint.weight_folders import write_index, write_safetensors, writ
 from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load_weights
-from zerox.checkpoint import weight_reader
-from zerox.checkpoint.weight_files import find_weights
+from zerox.checkpoint import weight_reader, weights
+from zerox.checkpoint.records import Record
+from zerox.checkpoint.weight_files import WeightFiles, find_weights
 
 Given = tuple[Path, dict[str, Any]]  # a path, and other arguments
 INDEX = "model.safetensors.index.json"
@@ -433,14 +435,15 @@ def test_of_a_tied_weight_the_last_name_counts_as_in_torch(tmp_path: Path) -> No
 
 def load_where_it_is(rank: int, _: int, folders: list[str], name: str) -> str:
     """As on two machines: where rank 0 has the first folder, rank 1 has the second one."""
+
+    class Elsewhere(weight_reader.WeightReader):
+        def __init__(self, seen: WeightFiles) -> None:
+            super().__init__(seen._replace(folder=Path(folders[1])) if rank == 1 else seen)
+
     model, optimizer = built(3)
     before, path = everything(model, optimizer), f"{folders[0]}/{name}"
     with pytest.MonkeyPatch.context() as patch:
-        for each in ("open_regular", "read_torch") if rank == 1 else ():
-            call = getattr(weight_reader, each)
-            patch.setattr(
-                weight_reader, each, lambda file, call=call: call(Path(str(file).replace(folders[0], folders[1])))
-            )
+        patch.setattr(weights, "WeightReader", Elsewhere)
         try:
             load_weights(optimizer, path)
         except CheckpointError as error:
@@ -461,7 +464,10 @@ def test_what_is_not_the_same_on_all_ranks_is_told(tmp_path: Path, kind: str) ->
     swapped = source()
     swapped["a.weight"], swapped["b.weight"] = swapped["b.weight"], swapped["a.weight"]
     write_weights(kind, swapped, tmp_path / "swapped")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / file).symlink_to(tmp_path / "copy" / file)
     for where, text in (
+        ("linked", "on rank 1: .*is a link to .*copy.*, outside of that folder"),
         ("none", "on rank 1: FileNotFoundError"),
         ("other", "on rank 1: .*(bytes here, and|has another '.*' here)"),
         ("swapped", "on rank 1: .*(has other tensors here than on rank 0|has another '.*' here)"),
@@ -470,6 +476,34 @@ def test_what_is_not_the_same_on_all_ranks_is_told(tmp_path: Path, kind: str) ->
         found = run_ranks(load_where_it_is, 2, [str(tmp_path / "0"), str(tmp_path / where)], file)
         assert found[0] == found[1]
         assert re.search(text, found[0]), (where, found[0])
+
+
+def save_and_copy(rank: int, _: int, folder: str) -> None:
+    model, optimizer = built(3)
+    load_weights(optimizer, f"{folder}/source/weights.pt")
+    zerox.save(f"{folder}/0", model, optimizer)
+    if rank == 0:
+        shutil.copytree(f"{folder}/0", f"{folder}/copy")
+
+
+def count_looks(rank: int, size: int, folders: list[str]) -> tuple[int, int]:
+    """Files of a checkpoint that rank 1 has elsewhere, and how often it looked through all of that."""
+    looks = []
+    find = weight_reader.find_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_reader, "find_weights", lambda path: looks.append(path) or find(path))
+        assert load_where_it_is(rank, size, folders, "") == ""
+    assert all(path == Path(folders[1]) for path in looks)
+    return len(list(Path(folders[1]).glob("*.distcp"))), len(looks)
+
+
+def test_a_checkpoint_on_another_machine_is_looked_through_once(tmp_path: Path) -> None:
+    write_weights("torch", source(), tmp_path / "source")
+    run_ranks(save_and_copy, 3, str(tmp_path))
+    here, there = run_ranks(count_looks, 2, [str(tmp_path / "0"), str(tmp_path / "copy")])
+    assert here[1] == 0
+    assert there[0] >= 3
+    assert there[1] == 1
 
 
 def load_relative(rank: int, _: int, folder: str, path: str) -> None:
@@ -550,3 +584,67 @@ def load_after_a_step(rank: int, size: int, path: str, stage: int) -> list[Tenso
     load_weights(optimizer, path)
     step(model, optimizer, rank, 1)
     return everything(model, optimizer)
+
+
+# ---- a folder of zerox.save() in which bytes have changed
+
+
+def save_here(rank: int, size: int, path: str, stage: int) -> None:
+    model, optimizer = built(stage, 5)
+    zerox.save(path, model, optimizer)
+
+
+def load_changed(rank: int, size: int, path: str, stage: int) -> tuple[str, int, int]:
+    """What a load said, how many of this rank's reads were of whole records, and how many there were."""
+    _, optimizer = built(stage)
+    seen: list[weight_reader.Read] = []
+    run, said = weight_reader.WeightReader._run, ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_reader.WeightReader, "_run", lambda self, read: (seen.append(read), run(self, read)))
+        try:
+            load_weights(optimizer, path)
+        except CheckpointError as error:
+            said = str(error)
+    return said, sum(read.crc != 0 for read in seen), len(seen)
+
+
+@pytest.mark.parametrize(("savers", "stage", "loaders", "to_stage"), [(1, 2, 1, 3), (3, 3, 1, 2), (2, 3, 2, 3)])
+def test_records_that_are_read_whole_are_as_they_were_written(
+    tmp_path: Path, savers: int, stage: int, loaders: int, to_stage: int
+) -> None:
+    path = tmp_path / "x"
+    run_ranks(save_here, savers, str(path), stage)
+    for said, whole, count in run_ranks(load_changed, loaders, str(path), to_stage):
+        assert not said
+        assert whole == count > 0
+    tensors = find_weights(path).tensors
+    for stored, chunk in ((tensors[name], chunk) for name in ("a.weight", "b.bias") for chunk in tensors[name].chunks):
+        file = path / chunk.file
+        content, nbytes = file.read_bytes(), torch.Size(chunk.sizes).numel() * stored.dtype.itemsize
+        with file.open("rb", buffering=0) as stream:
+            start = chunk.start + Record(stream, chunk.start, chunk.record).elements(nbytes)
+        last = start + nbytes - 1
+        file.write_bytes(content[:last] + bytes([content[last] ^ 1]) + content[last + 1 :])
+        found = [said for said, _, _ in run_ranks(load_changed, loaders, str(path), to_stage)]
+        assert found == found[:1] * loaders
+        assert re.search(f"{file} was changed after it was written, between bytes {start} and {last + 1}$", found[0])
+        assert "could not be read to its end, and parameters have a part of it" in found[0]
+        file.write_bytes(content)
+
+
+def test_records_that_are_read_in_parts_are_not_compared(tmp_path: Path) -> None:
+    run_ranks(save_here, 1, str(tmp_path / "x"), 2)
+    for said, whole, count in run_ranks(load_changed, 2, str(tmp_path / "x"), 3):
+        assert not said
+        assert whole < count
+
+
+def test_records_without_checksums_are_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_here(0, 1, str(tmp_path / "x"), 2)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    said, whole, count = load_changed(0, 1, str(tmp_path / "x"), 2)
+    assert not said
+    assert whole == 0 < count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 
 def die(*_: Any, **__: Any) -> None:
     fail_now(signal.SIGKILL)
+
+
+def answers_of_others(folder: Path, function: Callable[..., Any], victim: int, *arguments: Any) -> list[Any]:
+    """Of three ranks those that lived."""
+    ranks = start_ranks(function, 3, *arguments, folder=folder / "ranks", timeout_s=TIMEOUT_S)
+    try:
+        return [ranks.answer(rank, within_s=3 * TIMEOUT_S) for rank in range(3) if rank != victim]
+    finally:
+        ranks.close()
 
 
 def save_or_load(rank: int, _: int, what: str, path: str, moment: str, victim: int) -> tuple[str, str]:
@@ -63,12 +73,7 @@ def save_or_load(rank: int, _: int, what: str, path: str, moment: str, victim: i
 def test_the_others_raise_checkpoint_error_with_the_path(tmp_path: Path, what: str, moment: str, victim: int) -> None:
     path = put(tmp_path / "x", extra="old")
     arguments = (what, str(path), moment, victim)
-    ranks = start_ranks(save_or_load, 3, *arguments, folder=tmp_path / "ranks", timeout_s=TIMEOUT_S)
-    try:
-        answers = [ranks.answer(rank, within_s=2 * TIMEOUT_S) for rank in range(3) if rank != victim]
-    finally:
-        ranks.close()
-    for kind, said in answers:
+    for kind, said in answers_of_others(tmp_path, save_or_load, victim, *arguments):
         assert kind == CheckpointError.__name__, said
         assert said.startswith(f"zerox: {path} could not be {'saved' if what == 'save' else ''}"), said
         assert "did not answer" in said

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ NUM_KILLS = 30
 LONGEST_S = 60.0
 
 
-def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any) -> None:
+def be_a_rank(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group(
@@ -36,6 +36,10 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any
             world_size=world_size,
             timeout=timedelta(seconds=LONGEST_S),
         )
+
+
+def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any) -> None:
+    be_a_rank(rank, world_size, folder)
     model, optimizer = alone()
     for count in range(first, first + 1000):
         if rank == 0:
@@ -44,11 +48,13 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any
 
 
 @contextlib.contextmanager
-def saving(world_size: int, folder: Path, first: int) -> Iterator[tuple[list[Any], Any]]:
+def saving(
+    world_size: int, folder: Path, first: int, saves: Callable[..., None] = save_for_ever
+) -> Iterator[tuple[list[Any], Any]]:
     """The processes, and where rank 0 tells what it begins to save. All are gone afterwards."""
     heard, said = FORKSERVER.Pipe(duplex=False)
     processes = [
-        FORKSERVER.Process(target=save_for_ever, args=(rank, world_size, str(folder), first, said), daemon=True)
+        FORKSERVER.Process(target=saves, args=(rank, world_size, str(folder), first, said), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -98,6 +104,13 @@ class Killed(BaseException):
     pass
 
 
+def until(steps: Iterator[int], error: BaseException, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the function, or raises if ``steps`` count down to 0 with it. Then they count no more."""
+    if next(steps, None) == 0:
+        raise error
+    return function(*args, **kwargs)
+
+
 def test_at_every_step_on_the_disk_there_is_a_checkpoint_to_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,15 +119,9 @@ def test_at_every_step_on_the_disk_there_is_a_checkpoint_to_load(
     save(tmp_path / "x", model, optimizer, extra="old")
     for survived in itertools.count():
         steps = iter(range(survived, -1, -1))
-
-        def doing(function: Any, steps: Iterator[int], *args: Any, **kwargs: Any) -> Any:
-            if next(steps, None) == 0:
-                raise Killed
-            return function(*args, **kwargs)
-
         with monkeypatch.context() as killing:
             for name in ("rename", "mkdir", "unlink", "rmdir", "fsync"):
-                killing.setattr(os, name, partial(doing, getattr(os, name), steps))
+                killing.setattr(os, name, partial(until, steps, Killed(), getattr(os, name)))
             try:
                 save(tmp_path / "x", model, optimizer, extra="new")
             except (Killed, CheckpointError):

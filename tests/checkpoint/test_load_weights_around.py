@@ -297,6 +297,47 @@ def test_expanded_buffers_and_meta_are_refused(tmp_path: Path) -> None:
     assert bool((model.seen == 1).all())
 
 
+class Counting(Net):
+    """Its state_dict() has something that is no tensor."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.calls = seed
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def load_extra_state(rank: int, _: int, path: str, kind: str) -> tuple[bool, Any, list[str]]:
+    model = Net(1) if kind == "no such module" else Counting(1)
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=3, bucket_cap_mb=0.02)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        keys = load_weights(optimizer, path)
+    loaded = all(same_bits(value.detach().clone(), expected()[name]) for name, value in model.named_parameters())
+    assert getattr(model, "calls", 1) == 1
+    return loaded, tuple(keys), [str(each.message) for each in said if "extra_state" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["an object", "a tensor", "absent", "no such module"])
+def test_extra_state_is_told_of_and_left_alone(tmp_path: Path, kind: str) -> None:
+    tensors: dict[str, Any] = {**source(), "_extra_state": {"calls": 7}, "b._extra_state": 3}
+    if kind == "a tensor":
+        tensors = {**source(), "_extra_state": torch.ones(3, dtype=torch.uint8)}
+    elif kind == "absent":
+        tensors = {**source()}
+    torch.save(tensors, tmp_path / "x.pt")
+    names = {"a tensor": "_extra_state,", "absent": ""}.get(kind, "_extra_state, b._extra_state,")
+    for rank, (loaded, keys, said) in enumerate(run_ranks(load_extra_state, SIZE, str(tmp_path / "x.pt"), kind)):
+        assert loaded
+        assert keys == ([], [])
+        assert len(said) == (kind != "absent" and rank == 0)
+        assert all(f"has not loaded {names} which is no weight: give it to set_extra_state()" in each for each in said)
+
+
 def test_a_state_dict_of_a_wrapper_is_renamed(tmp_path: Path) -> None:
     torch.save({f"module.{name}": value for name, value in source().items()}, tmp_path / "x.pt")
     model, optimizer = built(2)

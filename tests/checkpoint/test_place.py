@@ -140,7 +140,7 @@ def test_a_relative_path_is_where_it_was_when_the_save_began(tmp_path: Path, mon
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def save_from_a_folder_of_its_own(rank: int, _: int, folder: str) -> str:
+def save_from_a_folder_of_its_own(rank: int, _: int, folder: str, save_into: Callable[[int, int, str], str]) -> str:
     os.chdir(f"{folder}/{rank}")
     try:
         return save_into(rank, 2, "x")
@@ -152,7 +152,7 @@ def test_ranks_with_other_working_folders_are_told(tmp_path: Path) -> None:
     """Or a part of the checkpoint would be elsewhere."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    for said in run_ranks(save_from_a_folder_of_its_own, 2, str(tmp_path)):
+    for said in run_ranks(save_from_a_folder_of_its_own, 2, str(tmp_path), save_into):
         assert "1/.x.saving, which rank 0 made, is not there: all ranks must see one file system" in said
     assert sorted(tree(tmp_path)) == ["0", "1"]
 
@@ -226,6 +226,10 @@ def test_the_disk_has_every_file_before_the_checkpoint_is_there(
 # ---- two jobs
 
 
+def no_locks(*_: Any) -> None:
+    raise OSError(95, "Operation not supported")
+
+
 def test_of_two_jobs_that_save_to_one_path_the_second_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "x", extra=1)
     first = Target(tmp_path / "x")
@@ -242,10 +246,6 @@ def test_where_a_file_system_has_no_locks_the_first_of_two_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rather than make one checkpoint of files of two."""
-
-    def no_locks(*_: Any) -> None:
-        raise OSError(95, "Operation not supported")
-
     monkeypatch.setattr(fcntl, "flock", no_locks)
     written = manifest.write
 

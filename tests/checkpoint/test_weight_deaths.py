@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoint.test_damaged_weights import Net, built, everything, source, step
+from tests.checkpoint.test_deaths import answers_of_others, die
 from tests.checkpoint.weight_folders import write_weights
 from tests.kernels.shards import same_bits
-from tests.mortal_ranks import fail_now, start_ranks
 from zerox import CheckpointError, load_weights
 from zerox.checkpoint import loaded_weights, weights
 from zerox.checkpoint.weight_reader import WeightReader
 
-TIMEOUT_S = 20.0
 # What the victim is about to do, and whether anything was written then.
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "files": (weights, "find_weights", False),  # rank 0 alone
@@ -28,10 +26,6 @@ MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "the exchange": (weights, "share_loaded", True),
     "the last one": (loaded_weights, "_share_loose", True),
 }
-
-
-def die(*_: Any, **__: Any) -> None:
-    fail_now(signal.SIGKILL)
 
 
 def load(rank: int, _: int, path: str, stage: int, moment: str, victim: int) -> list[str]:
@@ -59,12 +53,7 @@ def load(rank: int, _: int, path: str, stage: int, moment: str, victim: int) -> 
 def test_the_others_name_it_and_do_not_go_on(tmp_path: Path, stage: int, moment: str) -> None:
     path = write_weights("several", source(), tmp_path / "x")
     victim = 0 if moment == "files" else 1
-    ranks = start_ranks(load, 3, str(path), stage, moment, victim, folder=tmp_path / "ranks", timeout_s=TIMEOUT_S)
-    try:
-        answers = [ranks.answer(rank, within_s=3 * TIMEOUT_S) for rank in range(3) if rank != victim]
-    finally:
-        ranks.close()
-    for said in answers:
+    for said in answers_of_others(tmp_path, load, victim, str(path), stage, moment, victim):
         assert len(said) == 2, said
         what = "could not be read to its end" if MOMENTS[moment][2] else "could not be loaded"
         assert said[0].startswith(f"zerox: {path} {what}"), said

@@ -9,7 +9,7 @@ import os
 import resource
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.checkpoint.test_place import tree
+from tests.checkpoint.test_killed import Killed, until
+from tests.checkpoint.test_place import no_locks, save_from_a_folder_of_its_own, tree
 from tests.checkpoint.weights_in_the_way import IN_THE_WAY, a_project
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load_weights, save, save_weights
@@ -107,18 +108,10 @@ def test_all_ranks_refuse_together(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def save_from_a_folder_of_its_own(rank: int, _: int, folder: str) -> str:
-    os.chdir(f"{folder}/{rank}")
-    try:
-        return save_into(rank, 2, "x")
-    finally:
-        os.chdir("/")
-
-
 def test_ranks_with_other_working_folders_are_told(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    for said in run_ranks(save_from_a_folder_of_its_own, 2, str(tmp_path)):
+    for said in run_ranks(save_from_a_folder_of_its_own, 2, str(tmp_path), save_into):
         assert "1/.x.weights-saving, which rank 0 made, is not there: all ranks must see one file system" in said
     assert sorted(tree(tmp_path)) == ["0", "1"]
 
@@ -229,22 +222,12 @@ def test_a_folder_that_comes_while_weights_are_written_is_kept(tmp_path: Path, m
 # ---- killed
 
 
-class Killed(BaseException):
-    pass
-
-
 STEPS = ("rename", "replace", "mkdir", "unlink", "rmdir", "fsync", "link", "pwrite", "posix_fallocate", "open")
 
 
 def put_unless_killed(path: Path, size: Any, survived: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Saves 2.0, killed after so many steps; returns whether there were no more."""
-    steps = iter(range(survived, -1, -1))
-
-    def doing(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(steps, None) == 0:
-            raise Killed
-        return function(*args, **kwargs)
-
+    doing = partial(until, iter(range(survived, -1, -1)), Killed())
     with monkeypatch.context() as killing:
         for name in STEPS:
             killing.setattr(os, name, partial(doing, getattr(os, name)))
@@ -331,17 +314,12 @@ def test_what_fails_at_any_step_is_told_and_leaves_nothing_beside_the_folder(
     failed = 0
     for survived in itertools.count():
         steps = iter(range(survived, -1, -1))
-
-        def doing(function: Any, steps: Iterator[int], *args: Any, **kwargs: Any) -> Any:
-            if next(steps, None) == 0:
-                raise OSError(5, "Input/output error")
-            return function(*args, **kwargs)
-
+        doing = partial(until, steps, OSError(5, "Input/output error"))
         old = value_in(path)
         with monkeypatch.context() as failing:
             for name in set(STEPS) - {"link", "unlink", "rmdir"}:  # of these the next test
-                failing.setattr(os, name, partial(doing, getattr(os, name), steps))
-            failing.setattr(weight_folder, "exchange", partial(doing, weight_folder.exchange, steps))
+                failing.setattr(os, name, partial(doing, getattr(os, name)))
+            failing.setattr(weight_folder, "exchange", partial(doing, weight_folder.exchange))
             try:
                 put(path, old + 1.0, MANY)
             except CheckpointError as error:
@@ -521,9 +499,6 @@ def test_of_two_jobs_that_save_to_one_path_the_second_is_refused(tmp_path: Path)
 def test_where_a_file_system_has_no_locks_the_first_of_two_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(95, "Operation not supported")
-
     monkeypatch.setattr(fcntl, "flock", no_locks)
     write_parts = weight_saving.write_parts
 

@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.checkpoint.test_killed import LONGEST_S, last_said, later
+from tests.checkpoint.test_deaths import answers_of_others, die
+from tests.checkpoint.test_killed import LONGEST_S, be_a_rank, last_said, later, saving
 from tests.checkpoint.test_weight_folder import CONFIG, MANY, Small, others_in, put, value_in, with_config
-from tests.mortal_ranks import FORKSERVER, fail_now, start_ranks
 from zerox import CheckpointError, FusedShardedAdam, save_weights
 from zerox.checkpoint import weight_saving
 from zerox.checkpoint.weight_folder import WeightTarget
 from zerox.plan.weight_split import ONE
 
 NUM_KILLS = 30
-TIMEOUT_S = 20.0
 
 
 def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any) -> None:
-    torch.set_num_threads(1)
-    if world_size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=LONGEST_S),
-        )
+    be_a_rank(rank, world_size, folder)
     model = Small(float(first))
     optimizer = FusedShardedAdam(model.named_parameters())
     for count in range(first, first + 1000):
@@ -51,25 +40,6 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any
         save_weights(optimizer, f"{folder}/x", MANY if count % 2 else "5GB")
 
 
-@contextlib.contextmanager
-def saving(world_size: int, folder: Path, first: int) -> Iterator[tuple[list[Any], Any]]:
-    """The processes, and where rank 0 tells what it begins to save. All are gone afterwards."""
-    heard, said = FORKSERVER.Pipe(duplex=False)
-    processes = [
-        FORKSERVER.Process(target=save_for_ever, args=(rank, world_size, str(folder), first, said), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield processes, heard
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        (folder / "store").unlink(missing_ok=True)
-
-
 @pytest.mark.parametrize(("world_size", "victim", "num_kills"), [(1, 0, NUM_KILLS), (2, 0, 3), (2, 1, 3)])
 def test_kills_leave_the_weights_from_before_or_the_new_ones(
     tmp_path: Path, world_size: int, victim: int, num_kills: int
@@ -78,7 +48,7 @@ def test_kills_leave_the_weights_from_before_or_the_new_ones(
     with_config(tmp_path / "x", 0.0)
     kept = 0
     for _ in range(num_kills):
-        with saving(world_size, tmp_path, kept) as (processes, heard):
+        with saving(world_size, tmp_path, kept, save_for_ever) as (processes, heard):
             count = last_said(heard)
             time.sleep(rng.random() * 0.02)
             os.kill(processes[victim].pid, signal.SIGKILL)
@@ -104,10 +74,6 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def die(*_: Any, **__: Any) -> None:
-    fail_now(signal.SIGKILL)
-
-
 def saves(rank: int, _: int, path: str, moment: str, victim: int) -> tuple[str, str]:
     model = nn.Linear(60, 80)
     optimizer = FusedShardedAdam(model.named_parameters())
@@ -129,12 +95,7 @@ def saves(rank: int, _: int, path: str, moment: str, victim: int) -> tuple[str, 
 )
 def test_the_others_raise_checkpoint_error_with_the_path(tmp_path: Path, moment: str, victim: int) -> None:
     path = with_config(tmp_path / "x")
-    ranks = start_ranks(saves, 3, str(path), moment, victim, folder=tmp_path / "ranks", timeout_s=TIMEOUT_S)
-    try:
-        answers = [ranks.answer(rank, within_s=2 * TIMEOUT_S) for rank in range(3) if rank != victim]
-    finally:
-        ranks.close()
-    for kind, said in answers:
+    for kind, said in answers_of_others(tmp_path, saves, victim, str(path), moment, victim):
         assert kind == CheckpointError.__name__, said
         assert said.startswith(f"zerox: weights could not be saved to {path}"), said
         assert "did not answer" in said

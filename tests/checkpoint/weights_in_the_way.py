@@ -44,14 +44,11 @@ def the_working_folder(folder: Path) -> tuple[str, str]:
 
 
 def somebody_s_folder_where_it_is_written(folder: Path) -> tuple[Path, str]:
-    (folder / ".x.weights-saving").mkdir()
-    (folder / ".x.weights-saving" / "notes.txt").write_text("mine")
-    return folder / "x", r"[.]x[.]weights-saving is zerox's own, and holds notes[.]txt: move that elsewhere"
+    return in_the_way.with_somebody_s_notes(folder, ".x.weights-saving")
 
 
 def a_folder_of_a_file_s_name_where_it_is_written(folder: Path) -> tuple[Path, str]:
-    (folder / ".x.weights-saving" / ONE).mkdir(parents=True)
-    return folder / "x", r"[.]x[.]weights-saving is zerox's own, and holds model[.]safetensors: move that elsewhere"
+    return in_the_way.with_a_folder_in(folder, ".x.weights-saving", ONE)
 
 
 def a_link_where_it_is_written(folder: Path) -> tuple[Path, str]:
@@ -61,9 +58,7 @@ def a_link_where_it_is_written(folder: Path) -> tuple[Path, str]:
 
 
 def somebody_s_folder_where_the_old_one_goes(folder: Path) -> tuple[Path, str]:
-    (folder / ".x.weights-replaced").mkdir()
-    (folder / ".x.weights-replaced" / "notes.txt").write_text("mine")
-    return folder / "x", r"[.]x[.]weights-replaced is zerox's own, and holds notes[.]txt"
+    return in_the_way.with_somebody_s_notes(folder, ".x.weights-replaced")
 
 
 def another_file_of_the_name_where_the_old_one_goes(folder: Path) -> tuple[Path, str]:
@@ -75,8 +70,8 @@ def another_file_of_the_name_where_the_old_one_goes(folder: Path) -> tuple[Path,
 
 
 def a_file(folder: Path) -> tuple[Path, str]:
-    (folder / "x").write_text("mine")
-    return folder / "x", r"x is a file, and a model is a folder: save to another path"
+    path, _ = in_the_way.a_file(folder)
+    return path, r"x is a file, and a model is a folder: save to another path"
 
 
 IN_THE_WAY: list[Callable[[Path], tuple[Any, str]]] = [

@@ -15,7 +15,7 @@ from tests.memory.test_peak_sharded import free_what_is_left
 from tests.meta.pretrained import pretrained_twin
 from tests.meta.rig import SEED, on_meta
 from tests.ranks import run_ranks
-from zerox import FusedShardedSGD
+from zerox import FusedShardedAdam, FusedShardedSGD, estimate
 from zerox._C import most_room_bytes, room_bytes
 
 MIB = 2**20
@@ -63,6 +63,46 @@ def test_with_a_module_that_is_larger_they_have_its_buckets_too() -> None:
     for rooms, other, params in run_ranks(peak, 2, build(), True):
         assert LIMIT_MB * MIB < rooms <= 2 * LIMIT_MB * MIB
         assert other <= params / 2 * WITHIN + MIB
+
+
+# Of stage, whether a module is larger than the limit, whether Adam's moments are kept.
+ESTIMATED = [(3, False, True), (3, True, False), (3, True, True), (2, False, True), (1, True, False)]
+
+
+def estimated(rank: int, world_size: int, library: Path, stage: int, wide: bool, adam: bool) -> tuple[int, int, int]:
+    """Bytes at most of rooms and of other memory, and by zerox.estimate()."""
+    allocator = Allocator(library)
+    free_what_is_left()
+    model, made = on_meta(lambda: Deep(wide)), []
+    options = {"stage": stage, "model": model, "bucket_cap_mb": 1, "resident_mb": LIMIT_MB if stage == 3 else None}
+    formula = estimate(model.named_parameters(), world_size, rule="adam" if adam else "sgd", **options)
+    assert all(param.is_meta for param in model.parameters())
+    kind: Any = FusedShardedAdam if adam else FusedShardedSGD
+    base, rooms = allocator.now, room_bytes()
+    most_room_bytes()
+    most = allocator.peak_of(lambda: made.append(kind(model.named_parameters(), lr=0.1, **options)))
+    return most_room_bytes() - rooms, most - base, formula.peak_of_construction
+
+
+@pytest.mark.parametrize(("stage", "wide", "adam"), ESTIMATED)
+def test_the_estimate_has_the_peak_of_construction(stage: int, wide: bool, adam: bool) -> None:
+    """Of rooms and state the maxima may come at other moments: state is made when the last module has its values."""
+    for rooms, other, formula in run_ranks(estimated, 2, build(), stage, wide, adam):
+        most = max(other + min(rooms, LIMIT_MB * MIB), (0 if adam else other) + rooms)
+        assert formula / WITHIN - MIB <= most <= formula * WITHIN + MIB, (rooms, other, formula)
+
+
+def test_the_estimate_is_of_what_is_on_meta_and_refuses_as_the_constructor() -> None:
+    whole, model = nn.Linear(3, 3), on_meta(lambda: nn.Sequential(nn.Linear(3, 3)))
+    assert estimate(whole.parameters(), 2, stage=3, model=whole).peak_of_construction == 0
+    assert estimate(model.parameters(), 2, stage=3).peak_of_construction == 0
+    with pytest.raises(ValueError, match="init is for parameters on the meta device, and none is there"):
+        estimate(whole.parameters(), 2, model=whole, init=nn.init.ones_)
+    model[0].reset_parameters = None  # type: ignore[index]
+    with pytest.raises(
+        ValueError, match=r"module '0' \(Linear\) has a parameter of shape .* on the meta device and no"
+    ):
+        estimate(model.parameters(), 2, stage=3, model=model)
 
 
 def peak_of_redrawn(rank: int, world_size: int) -> int:

@@ -188,6 +188,87 @@ def test_memory_that_init_leaves_without_values_is_named(stage: int, case: str) 
         assert f"{FORGOTTEN[case]} was on the meta device" in said
 
 
+INTEGERS = {
+    torch.int64: [-1, 0, 2**62, -(2**63)],
+    torch.int32: [-1, 7],
+    torch.int16: [-1] * 3,
+    torch.int8: [*range(-128, 128)],
+    torch.uint8: [*range(256)],
+    torch.bool: [True, True],
+}
+
+
+class Whole(nn.Module):
+    """An integer buffer of each kind beside a floating-point one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype, values in INTEGERS.items():
+            self.register_buffer(f"of_{str(dtype)[6:]}", torch.empty(len(values), dtype=dtype))
+        self.register_buffer("none", torch.empty(0, dtype=torch.int32))
+        self.register_buffer("angles", torch.empty(3))
+
+
+def write_by_data(rank: int, world_size: int, left: str) -> str:
+    def init(module: nn.Module) -> None:
+        if not isinstance(module, Whole):
+            reset(module)
+            return
+        for dtype, values in INTEGERS.items():
+            if (name := f"of_{str(dtype)[6:]}") != left:
+                module.get_buffer(name).data.copy_(torch.tensor(values, dtype=dtype))
+        module.angles.data[: 2 if left == "angles" else 3] = 1.0  # type: ignore[index]
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(30, 50), Whole()))
+    try:
+        FusedShardedAdam(model.named_parameters(), model=model, init=init)
+    except ValueError as error:
+        return str(error)
+    for dtype, values in INTEGERS.items():
+        assert model[1].get_buffer(f"of_{str(dtype)[6:]}").tolist() == values  # type: ignore[index]
+    return ""
+
+
+@pytest.mark.parametrize("left", ["", "angles", *(f"of_{str(dtype)[6:]}" for dtype in INTEGERS)])
+def test_integers_of_any_value_are_values_also_where_data_was_written(left: str) -> None:
+    """-1 has the bits of a NaN."""
+    for said in run_ranks(write_by_data, 2, left):
+        assert said.startswith(f"zerox: buffer '1.{left}' was on the meta device") if left else not said, said
+
+
+class Namesakes(nn.Module):
+    """The optimizer is given the parameters of ``inner`` by their names in that: one is a buffer's of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LayerNorm(9)
+        self.register_buffer("weight", torch.empty(3, dtype=torch.int64))
+
+
+def forgets_a_namesake(rank: int, world_size: int, case: str) -> str:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            nn.init.zeros_(module.bias)
+            if case == "differs":
+                nn.init.constant_(module.weight, rank)
+        else:
+            module.weight.fill_(5)  # type: ignore[union-attr,operator]
+
+    model = on_meta(Namesakes)
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        FusedShardedAdam(model.inner.named_parameters(), model=model, init=init)  # type: ignore[union-attr]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("forgets", "zerox: parameter 'weight' was on the meta device"), ("differs", "parameter 'weight' with first val")],
+)
+def test_a_parameter_with_a_buffers_name_is_looked_at(case: str, text: str) -> None:
+    for said in run_ranks(forgets_a_namesake, 2, case):
+        assert text in said
+
+
 def test_a_parent_may_give_them_later() -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Sequential):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from zerox.plan.file_runs import Place, overlap, runs, slabs
+from zerox.plan.file_runs import Place, overlap, row_major, runs, slabs
 
 
 def numbers_in(shape: tuple[int, ...], place: Place) -> list[int]:
@@ -39,6 +39,41 @@ def test_whole_rows_are_one_run() -> None:
     assert list(runs((7, 3, 4), ((2, 1, 0), (1, 2, 4)))) == [(28, 8)]
     assert list(runs((7, 3, 4), ((2, 0, 1), (2, 2, 3)))) == [(25, 3), (29, 3), (37, 3), (41, 3)]
     assert list(runs((), ((), ()))) == [(0, 1)]
+
+
+def test_pieces_of_a_tensor_that_lies_in_any_way_are_its_elements() -> None:
+    """Each element of the rectangle once, at its place, whatever the strides."""
+    rng = random.Random(3)
+    met = 0
+    for _ in range(2000):
+        shape, place = drawn(rng)
+        order = rng.sample(range(len(shape)), len(shape))
+        strides, numel = [0] * len(shape), 1
+        for dim in order:
+            strides[dim] = 0 if rng.random() < 0.1 else numel
+            numel *= shape[dim] + (rng.randint(0, 2) if rng.random() < 0.3 else 0)
+        found = {}
+        pieces = list(row_major(shape, strides, place))
+        for piece in pieces:
+            inside = itertools.product(*map(range, piece.place[1]))
+            for at, number in zip(inside, numbers_in(piece.shape, piece.place), strict=True):
+                index = piece.at | dict(zip(piece.dims, at, strict=True))
+                where = tuple(index[dim] for dim in range(len(shape)))
+                assert where not in found
+                found[where] = piece.first + number
+        assert found == {
+            where: sum((i + first) * stride for i, first, stride in zip(where, place[0], strides, strict=True))
+            for where in itertools.product(*map(range, place[1]))
+        }
+        met += len(pieces) > 1
+    assert 100 < met < 1900
+
+
+def test_a_dense_tensor_is_one_piece() -> None:
+    for shape, strides in (((4, 5), (1, 4)), ((2, 3, 4, 5), (60, 1, 15, 3)), ((7, 1, 2), (2, 99, 1)), ((), ())):
+        place = (0,) * len(shape), shape
+        assert len(list(row_major(shape, strides, place))) == 1
+    assert len(list(row_major((6, 4), (0, 1), ((0, 0), (6, 4))))) == 6  # expanded, row by row
 
 
 def test_slabs_follow_each_other_and_are_small() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerox.plan.materialize import Turn, largest, most_beside, turns
+from zerox.plan.materialize import Turn, largest, most_beside, most_open, turns
 
 MODULES = [[0], [1, 2], [3], [], [0, 4]]
 BUCKETS = [[4, 3], [0, 1], [2]]
@@ -26,7 +26,9 @@ def test_what_is_open_beside_a_module_s_own_and_the_largest_module() -> None:
     found = turns(MODULES, BUCKETS)
     assert most_beside(found, NBYTES) == 30  # while the module without parameters is initialised
     assert largest(found, NBYTES) == (2, 30)
-    assert most_beside([], []) == 0
+    assert most_open(found, NBYTES) == 30
+    assert most_open(found, [1, 20, 30]) == 50  # at the second module
+    assert most_beside([], []) == most_open([], []) == 0
     assert largest([], []) == (0, 0)
 
 

@@ -9,7 +9,7 @@ saved_rows: says how each part of a bucket's state comes from the file, and then
 blocks: 8-bit state whose blocks were counted otherwise
 parts: runs DCP's planner over zerox's group; everyone: lets ranks fail together
 reader: trusts no file; records: reads elements into their place; writer: needs memory for one tensor
-weights: load_weights(); weight_files: where tensors lie in which files; safetensors_file: the header of such a file
+weights: load_weights(); weight_files: where tensors lie in which files; safetensors_file, torch_file: in one of these
 weight_names: which of them becomes what of the model; weight_parts: which rectangles of that are this rank's
 weight_reader: reads these; loaded_weights: and then brings them to all who need them
 weight_saving: save_weights(); weight_plan: which files it writes; weight_writer: how; weight_folder: where

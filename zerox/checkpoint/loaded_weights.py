@@ -114,13 +114,18 @@ def _follow(bucket: Bucket, wanted: set[int]) -> None:
 
 
 def _share_frozen(core: Core, gather: Residency) -> set[int]:
-    """Of sharded buckets that nobody trains, what ranks that differ in the replicate axis have read, each its shard of
-    what all of them keep. Returns their parameters, by id."""
+    """Of sharded buckets that nobody trains: to ranks of the model's axes that have the same, and between ranks that
+    differ in the replicate axis, which have read a shard each of what all of them keep. Returns their parameters, by
+    id."""
     trained = {id(bucket.buffer) for bucket in core.buckets}
     found = set()
     for _, members, buffer in gather.all:
         if isinstance(buffer, ShardedBuffer) and id(buffer) not in trained:
             found |= {id(member.param) for member in members}
+            model = core.grads.model
+            model.broadcast_values(
+                buffer.shard(core.ranks.shard_of(core.ranks.rank)), model.replicated_over(members[0].param)
+            )
             for axis in core.ranks.on_mesh[1:]:
                 _gather_along(core.ranks, axis, buffer)
     return found

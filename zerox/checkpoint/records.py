@@ -32,6 +32,9 @@ class Record(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def readable(self) -> bool:
+        return True
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.position = max(0, offset + (0, self.position, self.length)[whence])
         return self.position
@@ -50,6 +53,13 @@ class Record(io.RawIOBase):
 
     def elements(self, nbytes: int) -> int:
         """Where the tensor's elements start, ``nbytes`` of them. Raises ValueError if they aren't there."""
+        return self.start_of(self.member(nbytes))
+
+    def member(self, nbytes: int) -> zipfile.ZipInfo:
+        """The archive's member that has the tensor's elements, ``nbytes`` of them. Raises ValueError if there is none.
+
+        Its CRC-32 is 0 if it was written after torch.serialization.set_crc32_options(False).
+        """
         try:
             with zipfile.ZipFile(self) as archive:  # type: ignore[arg-type]
                 found = [each for each in archive.infolist() if each.filename.endswith(ELEMENTS)]
@@ -57,9 +67,15 @@ class Record(io.RawIOBase):
             found = []
         if [(each.compress_type, each.file_size) for each in found] != [(zipfile.ZIP_STORED, nbytes)]:
             raise ValueError(f"at byte {self.start} there is no tensor of {nbytes} bytes")
-        self.seek(found[0].header_offset)
-        header = self.read(LOCAL_HEADER.size)
-        return found[0].header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(header or b""))
+        return found[0]
+
+    def start_of(self, member: zipfile.ZipInfo) -> int:
+        """Where the bytes of a member of the archive start. Raises ValueError if the file ends before them."""
+        self.seek(member.header_offset)
+        header = self.read(LOCAL_HEADER.size) or b""
+        if len(header) < LOCAL_HEADER.size:
+            raise ValueError(f"the file ends before {member.filename}")
+        return member.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(header))
 
     def is_whole(self) -> bool:
         """Whether it is as torch.save() wrote it, by the archive's own checksums."""

@@ -1,23 +1,19 @@
 """Files that have weights: which ones a path stands for, and where in them each tensor lies.
 
-Names of files come from other people's files, and lead nowhere but into the folder: see _inside().
+Names of files come from other people's files, and lead nowhere but into the folder: see inside().
 """
 
 from __future__ import annotations
 
 import enum
-import errno
 import io
 import json
 import os
-import re
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from zerox.checkpoint import manifest
@@ -27,6 +23,7 @@ from zerox.checkpoint.place import find
 from zerox.checkpoint.reader import CheckpointReader
 from zerox.checkpoint.safetensors_file import read_header, without_doubles
 from zerox.checkpoint.store import Opened
+from zerox.checkpoint.torch_file import read_torch
 from zerox.checkpoint.unwrapped import RANK
 from zerox.checkpoint.weight_folder import find as find_replaced
 
@@ -34,7 +31,6 @@ INDEX = ".index.json"
 # As transformers looks for them: the first that is there is read.
 IN_FOLDER = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 WEIGHT_MAP = "weight_map"
-OF_OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save()'s first bytes before it wrote zip archives
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of huggingface_hub's cache: links in one lead to files in the other
 
 
@@ -45,14 +41,15 @@ class Kind(enum.Enum):
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a tensor, row-major in a file from byte ``start`` on: its elements, or if ``record`` is not 0 a
-    record of torch.save() of so many bytes that has them. Of a file of torch.save() torch knows where."""
+    """A rectangle of a tensor, in a file from byte ``start`` on: its elements, or if ``record`` is not 0 a record of
+    torch.save() of so many bytes that has them. They are row-major unless there are ``strides``."""
 
     file: str
     start: int
     record: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    strides: tuple[int, ...] = ()
 
 
 class Stored(NamedTuple):
@@ -116,7 +113,7 @@ def find_weights(path: Path) -> WeightFiles:
 def _of_files(folder: Path, names: Iterable[str], weight_map: Mapping[str, str] | None = None) -> WeightFiles:
     """``weight_map``: which of them has each tensor, as an index says."""
     names = list(names)
-    kinds = {Kind.SAFETENSORS if _are_safetensors(_inside(folder, name), name) else Kind.TORCH for name in names}
+    kinds = {Kind.SAFETENSORS if _are_safetensors(inside(folder, name), name) else Kind.TORCH for name in names}
     if len(kinds) > 1:
         raise CheckpointError(f"some of {some(names)} are {' and others '.join(kind.value for kind in Kind)[:-1]}")
     kind = kinds.pop()
@@ -124,21 +121,10 @@ def _of_files(folder: Path, names: Iterable[str], weight_map: Mapping[str, str] 
     tensors: dict[str, Stored] = {}
     others: list[str] = []
     for name in names:
-        with open_regular(_inside(folder, name)) as file:
+        with open_regular(inside(folder, name)) as file:
             files[name] = Seen.of(file)
-            if kind is Kind.SAFETENSORS:
-                found = {
-                    each: Stored(e.dtype, e.shape, (Chunk(name, e.start, 0, (0,) * len(e.shape), e.shape),))
-                    for each, e in read_header(file).items()
-                }
-        if kind is Kind.TORCH:
-            content = read_torch(_inside(folder, name))
-            others += [each for each, value in content.items() if not isinstance(value, Tensor)]
-            found = {
-                each: Stored(v.dtype, tuple(v.shape), (Chunk(name, 0, 0, (0,) * v.dim(), tuple(v.shape)),))
-                for each, v in content.items()
-                if isinstance(v, Tensor)
-            }
+            found, its_others = tensors_in(kind, file, name)
+        others += its_others
         for each in found:
             if each in tensors:
                 raise CheckpointError(f"{folder / tensors[each].chunks[0].file} and {folder / name} both have '{each}'")
@@ -146,6 +132,18 @@ def _of_files(folder: Path, names: Iterable[str], weight_map: Mapping[str, str] 
     if weight_map is not None:
         _check_map(folder, weight_map, tensors)
     return WeightFiles(kind, folder, files, tensors, tuple(others))
+
+
+def tensors_in(kind: Kind, file: io.FileIO, name: str) -> tuple[dict[str, Stored], list[str]]:
+    """Of an open file, which the folder has as ``name``: its tensors, and names of what else is in it."""
+
+    def stored(dtype: torch.dtype, shape: tuple[int, ...], start: int, strides: tuple[int, ...] = ()) -> Stored:
+        return Stored(dtype, shape, (Chunk(name, start, 0, (0,) * len(shape), shape, strides),))
+
+    if kind is Kind.SAFETENSORS:
+        return {each: stored(e.dtype, e.shape, e.start) for each, e in read_header(file).items()}, []
+    entries, others = read_torch(file)
+    return {each: stored(e.dtype, e.shape, e.start, e.strides) for each, e in entries.items()}, others
 
 
 def _are_safetensors(file: Path, name: str) -> bool:
@@ -156,7 +154,7 @@ def _are_safetensors(file: Path, name: str) -> bool:
 
 
 def _of_index(folder: Path, index: str) -> WeightFiles:
-    file = _inside(folder, index)
+    file = inside(folder, index)
     try:
         with io.BufferedReader(open_regular(file)) as stream:
             content = json.loads(stream.read(manifest.MOST_BYTES), object_pairs_hook=without_doubles)
@@ -182,7 +180,7 @@ def _check_map(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str
         raise CheckpointError(f"{folder / file} has {some(unlisted)}, which the index does not list")
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """The file of this name in the folder. CheckpointError for a name or a link that leads elsewhere, but for the links
     of huggingface_hub's cache."""
     parts = Path(name).parts
@@ -199,56 +197,12 @@ def _inside(folder: Path, name: str) -> Path:
     return file
 
 
-# ---- torch.save()
-
-
-def read_torch(file: Path) -> dict[str, Any]:
-    """What torch.save() wrote of a state_dict(), its tensors mapped from the file: elements are read where they are
-    used. Nothing that the file asks for is run. Raises CheckpointError with the file's name, and OSError."""
-    open_regular(file).close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's guesses at what the file may be
-        try:
-            content = torch.load(str(file), mmap=True, weights_only=True, map_location="cpu")
-        except Exception as error:  # unpickling raises anything, and torch's text recommends running the file
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is that of an archive cut short
-                raise
-            raise CheckpointError(f"{file} {_why_unread(file, str(error))}") from None
-    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
-        raise CheckpointError(f"{file} has a {type(content).__name__}, and is to have a model's state_dict()")
-    if content and not any(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(
-            f"{file} has no tensors by their names, but {some([repr(name) for name in content])}: save the one that is "
-            "the model's state_dict() to a file of its own"
-        )
-    for name, value in content.items():
-        if isinstance(value, Tensor) and (type(value) not in (Tensor, torch.nn.Parameter) or not _is_plain(value)):
-            raise CheckpointError(f"{file} has '{name}' as a {type(value).__name__} of {value.layout}, not as a tensor")
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in content.items()}
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-
-
-def _why_unread(file: Path, text: str) -> str:
-    if asked := re.search(r"GLOBAL (\S+)", text):
-        return (
-            f"asks for {asked[1]}, and zerox neither makes nor runs anything that a file asks for: save tensors, "
-            "numbers, strings, and lists and dicts of these"
-        )
-    with open_regular(file) as stream:
-        is_old = stream.read(len(OF_OLD_FORMAT)) == OF_OLD_FORMAT
-    if is_old:
-        return "is in torch's old format, which can't be mapped: load it with torch.load() and save it again"
-    return "was not written by torch.save(), or is damaged"
-
-
 # ---- zerox.save()
 
 
 def _of_checkpoint(folder: Path) -> WeightFiles:
-    """Sizes of files are compared with its manifest, and no checksums: all of them would have to be read."""
+    """Sizes of files are compared with its manifest, and no checksums: all of them would have to be read. Those of
+    records are compared where one is read whole."""
     listed = manifest.read(folder)["files"]
     manifest.check(folder, listed, contents=False)
     opened = Opened(folder, CheckpointReader(folder), {})

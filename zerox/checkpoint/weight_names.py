@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.manifest import CheckpointError, some
+from zerox.checkpoint.names import EXTRA_STATE
 from zerox.checkpoint.weight_files import Stored, WeightFiles
 from zerox.checkpoint.weight_parts import Weight
+from zerox.ranks.calls import warn_caller
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 COUNT = "num_batches_tracked"  # torch's old files lack it, and its load_state_dict() never misses it
@@ -63,6 +65,19 @@ def missing(weights: Sequence[Weight], found: Collection[int]) -> list[str]:
 
 def _is_count(weight: Weight) -> bool:
     return weight.shape == () and weight.names[0].rpartition(".")[2] == COUNT
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether torch has in it what a module's get_extra_state() returned, which may be no tensor."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def say_extra_state(names: Collection[str]) -> None:
+    if found := [name for name in names if is_extra_state(name)]:
+        warn_caller(
+            f"zerox: load_weights() has not loaded {some(found)}, which is no weight: give it to "
+            "set_extra_state() of its module yourself, on each rank"
+        )
 
 
 def misfits(weights: Sequence[Weight], names: Mapping[str, str], files: WeightFiles) -> list[str]:

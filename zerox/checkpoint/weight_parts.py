@@ -143,7 +143,7 @@ def _parts_by_param(core: Core, at_home: bool) -> dict[int, PartsOf]:
         own_shard = core.ranks.shard_of(core.ranks.rank)
         for _, members, buffer in core.gather.all:
             if isinstance(buffer, ShardedBuffer) and id(buffer) not in trained:
-                found |= _of_buffer(core, buffer, members, own_shard, at_home, is_trained=False)
+                found |= _of_buffer(core, buffer, members, own_shard, at_home)
     for table in core.tables:
         found[id(table.param)] = _OfTable(core, table)
     for member in core.frozen:
@@ -152,19 +152,15 @@ def _parts_by_param(core: Core, at_home: bool) -> dict[int, PartsOf]:
 
 
 def _of_buffer(
-    core: Core, buffer: FlatBuffer, members: Sequence[Member], rank: int, at_home: bool, is_trained: bool = True
+    core: Core, buffer: FlatBuffer, members: Sequence[Member], rank: int, at_home: bool
 ) -> dict[int, PartsOf]:
-    """``rank``: whose shard of the bucket is this rank's.
-
-    Buckets that are not trained may be cut otherwise on other ranks of a model axis, where what is replicated lies
-    beside what is not: ``at_home`` each of these has its own part.
-    """
+    """``rank``: whose shard of the bucket is this rank's."""
     found: dict[int, PartsOf] = {}
     shard = buffer.shard(rank)
     segments = {each.slot: each for each in buffer.layout.segments(rank)}
     for slot, member in enumerate(members):
         segment = segments.get(slot)
-        is_ours = segment is not None and (_counts(core, member.param) or (at_home and not is_trained))
+        is_ours = segment is not None and _counts(core, member.param)
         found[id(member.param)] = _OfSegment(
             buffer,
             slot,

@@ -21,7 +21,17 @@ from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.own_params import all_names
 from zerox.checkpoint.store import not_loaded
 from zerox.checkpoint.weight_files import WeightFiles, find_weights
-from zerox.checkpoint.weight_names import LoadedKeys, Rename, complain, matched, misfits, missing, renamed
+from zerox.checkpoint.weight_names import (
+    LoadedKeys,
+    Rename,
+    complain,
+    is_extra_state,
+    matched,
+    misfits,
+    missing,
+    renamed,
+    say_extra_state,
+)
 from zerox.checkpoint.weight_parts import Weight, held_by_others, model_of, weights_of
 from zerox.checkpoint.weight_reader import WeightReader
 from zerox.engine import Engine
@@ -52,6 +62,7 @@ def load_weights(
     those names that change. A weight with several names (modules that share it) is read by any of them. A parameter
     that only another optimizer of zerox has is left to that one's call.
 
+    What torch calls ``_extra_state`` is never loaded, missing or unexpected: a warning names what the files have of it.
     Returns ``(missing_keys, unexpected_keys)`` as ``model.load_state_dict`` does. Collective over the optimizer's ranks
     and all model axes. Raises CheckpointError on all ranks, with nothing changed, for files that are damaged or not
     there on some rank, for two tensors of one name, for shapes that differ, and if ``strict`` for names that are
@@ -145,8 +156,11 @@ def _choose(
         if any(each != told[0] for each in told):
             raise CheckpointError("ranks were given different arguments: rename= and strict= must be alike on all")
         found = matched(weights, names, files)
-        keys = LoadedKeys(missing(weights, found), [name for name in names if name not in known])
+        others = [name for name in names if name not in known and not is_extra_state(name)]
+        keys = LoadedKeys(missing(weights, found), others)
         complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, names, files))
+        if ranks.rank == 0:
+            say_extra_state(names)
     return Chosen(model, [(weights[place], name) for place, name in found.items()], keys)
 
 

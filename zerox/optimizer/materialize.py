@@ -25,7 +25,9 @@ from zerox.plan.plan import Plan
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.group import Ranks
 
-UNWRITTEN = 0xFF  # each byte of memory without values: a NaN in any dtype of parameters, -1 in integers
+# Each byte of memory without values. In floating point it is a NaN, which nothing draws: one that is left is found. Of
+# integers and bools every value may be meant: only memory that still is all as it was counts.
+UNWRITTEN, UNWRITTEN_INTEGERS = 0xFF, 0xA5
 CHUNK = 1 << 20  # elements that are looked at together
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; of more, several int64
 
@@ -40,8 +42,9 @@ class Materializer:
         self.given = members
         self.modules: list[Initialised] = []
         self.members = {id(member.param): member for member in members if member.param.is_meta}
-        self.digests: dict[str, str] = {}  # lines that ranks compare, by the name of what they are about
-        self.unwritten: dict[str, Tensor] = {}  # parameters and buffers in which a module left memory without values
+        # By kind and name, since the optimizer may call a parameter as the model calls a buffer.
+        self.digests: dict[str, str] = {}  # lines that ranks compare
+        self.unwritten: dict[str, Tensor] = {}  # in which a module left memory without values
         self.made: dict[int, tuple[Tensor, Tensor, int]] = {}  # buffers: on meta, in memory, and its version then
 
     @staticmethod
@@ -58,10 +61,7 @@ class Materializer:
     def check_room(self, plan: Plan, members: Sequence[Member], limit: float) -> None:
         """ValueError if more than ``limit`` bytes of buckets would be whole beside those of one module. A warning that
         names a module whose own buckets are more than that."""
-        planned = [bucket for bucket in plan.buckets if members[bucket.params[0]].param.is_meta]
-        numbers = {id(members[place].param): place for bucket in planned for place in bucket.params}
-        found = self._turns(numbers, [bucket.params for bucket in planned])
-        nbytes = [bucket.nbytes for bucket in planned]
+        found, nbytes = planned_turns(self.modules, plan, members)
         beside = most_beside(found, nbytes)
         if beside > limit:
             raise ValueError(
@@ -80,7 +80,7 @@ class Materializer:
         """Parameters that are in none of the buffers get memory of their own. Collective."""
         buffers = unfilled.buffers
         numbers = {id(param): id(param) for each in buffers for param in each.params}
-        found = self._turns(numbers, [[id(param) for param in each.params] for each in buffers])
+        found = turns_of(self.modules, numbers, [[id(param) for param in each.params] for each in buffers])
         with torch.no_grad(), kept(self.model), self._draws_of_first():
             for module, turn in zip(self.modules, found, strict=True):
                 try:
@@ -92,11 +92,6 @@ class Materializer:
         self._compare()
 
     # ---- inside
-
-    def _turns(self, numbers: dict[int, int], buckets: Sequence[Sequence[int]]) -> list[Turn]:
-        """``numbers``: of parameters that are in buckets, by id, as ``buckets`` have them."""
-        own = [[numbers[id(param)] for param in each.params if id(param) in numbers] for each in self.modules]
-        return turns(own, buckets)
 
     def _take_turn(self, module: Initialised, turn: Turn, unfilled: Unfilled) -> None:
         buffers = unfilled.buffers
@@ -147,7 +142,7 @@ class Materializer:
                     setattr(at.module, name, on_meta)
 
     def _give_memory(self, param: Tensor, home: Tensor) -> None:
-        in_memory(home).view(torch.uint8).fill_(UNWRITTEN)
+        leave_unwritten(home)
         C.set_data(param, home)
 
     def _make_buffer(self, module: nn.Module, name: str) -> None:
@@ -155,38 +150,37 @@ class Materializer:
         buffer = module.get_buffer(name)
         if id(buffer) not in self.made:
             made = torch.empty_like(buffer, device=self.ranks.device)
-            in_memory(made).view(torch.uint8).fill_(UNWRITTEN)
+            leave_unwritten(made)
             self.made[id(buffer)] = (buffer, made, _torch.version_of(made))
         setattr(module, name, self.made[id(buffer)][1])
 
     def _note(self, name: str, values: Tensor, kind: str) -> None:
-        flat = in_memory(values.detach())
-        self.digests[name] = f"{kind} '{name}' with first values of digest {C.digest(flat):016x}"
+        flat, what = in_memory(values.detach()), f"{kind} '{name}'"
+        self.digests[what] = f"{what} with first values of digest {C.digest(flat):016x}"
         if has_unwritten(flat):
-            self.unwritten[name] = values
+            self.unwritten[what] = values
 
     def _note_buffers(self) -> None:
         """Of those that modules have now: init may have put others in their place."""
         ids = {id(made): version for _, made, version in self.made.values()}
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta:
-                self.unwritten[name] = buffer
+                self.unwritten[f"buffer '{name}'"] = buffer
             elif id(buffer) in ids:
-                is_touched = _torch.version_of(buffer) != ids[id(buffer)] and not buffer.is_floating_point()
                 self._note(name, buffer, "buffer")
-                if is_touched:
-                    self.unwritten.pop(name, None)
+                if _torch.version_of(buffer) != ids[id(buffer)] and not has_nans(buffer):
+                    self.unwritten.pop(f"buffer '{name}'", None)
 
     def _compare(self) -> None:
         known = [(member.name, member.param) for member in self.members.values()]
         left = [
-            name for name, each in self.unwritten.items() if each.is_meta or has_unwritten(in_memory(each.detach()))
+            what for what, each in self.unwritten.items() if each.is_meta or has_unwritten(in_memory(each.detach()))
         ]
         with self.ranks.refusals_told():
             if left:
                 more = f", and {len(left) - 1} more," if len(left) > 1 else ""
                 raise ValueError(
-                    f"zerox: '{left[0]}'{more} was on the meta device, and has elements to which nothing gave a "
+                    f"zerox: {left[0]}{more} was on the meta device, and has elements to which nothing gave a "
                     "value: init must give one to each of a module's own parameters and buffers, or make that module "
                     "in memory"
                 )
@@ -209,6 +203,21 @@ class Materializer:
                 set_generators(self.ranks.device, own)
 
 
+def turns_of(modules: Sequence[Initialised], numbers: dict[int, int], buckets: Sequence[Sequence[int]]) -> list[Turn]:
+    """``numbers``: of parameters that are in buckets, by id, as ``buckets`` have them."""
+    return turns([[numbers[id(param)] for param in each.params if id(param) in numbers] for each in modules], buckets)
+
+
+def planned_turns(
+    modules: Sequence[Initialised], plan: Plan, members: Sequence[Member]
+) -> tuple[list[Turn], list[int]]:
+    """And the bytes of the buckets that they open."""
+    planned = [bucket for bucket in plan.buckets if members[bucket.params[0]].param.is_meta]
+    numbers = {id(members[place].param): place for bucket in planned for place in bucket.params}
+    found = turns_of(modules, numbers, [bucket.params for bucket in planned])
+    return found, [bucket.nbytes for bucket in planned]
+
+
 def in_memory(values: Tensor) -> Tensor:
     """1-D, as its elements lie: a view if there are no gaps between them."""
     if dense_strides(values) != values.stride():
@@ -216,8 +225,20 @@ def in_memory(values: Tensor) -> Tensor:
     return values.as_strided((values.numel(),), (1,))
 
 
+def has_nans(values: Tensor) -> bool:
+    """By its dtype."""
+    return values.is_floating_point() or values.is_complex()
+
+
+def leave_unwritten(values: Tensor) -> None:
+    in_memory(values).view(torch.uint8).fill_(UNWRITTEN if has_nans(values) else UNWRITTEN_INTEGERS)
+
+
 def has_unwritten(flat: Tensor) -> bool:
-    """Whether some elements have only ones, as memory has that nobody wrote."""
+    """Whether some elements are as memory is that nobody wrote; of integers and bools whether all are."""
+    if not has_nans(flat):
+        parts = flat.view(torch.uint8).split(CHUNK)
+        return flat.numel() > 0 and all(bool((part == UNWRITTEN_INTEGERS).all()) for part in parts)
     bits = flat.view(BITS.get(flat.itemsize, torch.int64))
     none = 0xFF if flat.itemsize == 1 else -1
     return any(bool((part == none).any()) for part in bits.split(CHUNK))

@@ -29,6 +29,9 @@ class MemoryBytes:
     wire, so ``peak`` is little more: it holds for ranks that come within two seconds of each other. Over nccl memory is
     free in the order in which the host launches work, and both are the same. They are less than the sum of the maxima
     above, which don't coincide.
+
+    ``peak_of_construction`` is the maximum while an optimizer gives a model on the meta device (``model=``) its first
+    values, without the model's buffers and what its functions of init allocate themselves. 0 where nothing is on meta.
     """
 
     parameters: int
@@ -40,6 +43,7 @@ class MemoryBytes:
     typical_local_gradients: int = 0
     peak: int = 0
     typical_peak: int = 0
+    peak_of_construction: int = 0
 
     @property
     def lasting(self) -> int:

@@ -73,7 +73,9 @@ def make_plan(around: Around, given: Sequence[Given]) -> Plan:
     buckets = list(_trained(around, given, [place for place in trained if not is_sparse(given[place].group)]))
     frozen: list[BucketPlan] = []
     if around.shards_params:
-        shown: list[Planned] = [(given[i].name, local_of(given[i].param), "", None, ()) for i in still]
+        shown: list[Planned] = [
+            (each.name, local_of(each.param), "", None, each.replicated_over) for each in (given[i] for i in still)
+        ]
         frozen = _planned(around, shown, still, 0)
     return Plan(
         names=tuple(each.name for each in given),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -29,6 +30,36 @@ def runs(shape: Sequence[int], place: Place) -> Iterator[tuple[int, int]]:
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     for index in itertools.product(*map(range, sizes[:ranged])):
         yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), numel
+
+
+class Piece(NamedTuple):
+    """Elements that are a rectangle of a row-major tensor of ``shape``, which begins at element ``first`` of a file.
+    They are those ``at`` these places of its leading dimensions, and its other ones in the order ``dims``."""
+
+    first: int
+    at: dict[int, int]
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Place
+
+
+def row_major(shape: Sequence[int], strides: Sequence[int], place: Place) -> Iterator[Piece]:
+    """A rectangle of a tensor that lies by any ``strides``: of its dimensions in the order of memory, the last that lie
+    together stay together. A transposed tensor or one that is channels last is one piece, an expanded one several."""
+    wide = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    order = sorted(wide, key=lambda dim: (strides[dim] != 0, -strides[dim]))
+    numel = 1
+    behind: list[int] = []
+    while order and strides[order[-1]] == numel:
+        behind.insert(0, order.pop())
+        numel *= shape[behind[0]]
+    leading = [dim for dim in range(len(shape)) if dim not in behind]
+    ranges = [range(place[0][dim], place[0][dim] + place[1][dim]) for dim in leading]
+    inside = tuple(place[0][dim] for dim in behind), tuple(place[1][dim] for dim in behind)
+    for each in itertools.product(*ranges):
+        index = {dim: at - place[0][dim] for dim, at in zip(leading, each, strict=True)}
+        first = sum(at * strides[dim] for dim, at in zip(leading, each, strict=True))
+        yield Piece(first, index, tuple(behind), tuple(shape[dim] for dim in behind), inside)
 
 
 def slabs(sizes: Sequence[int], most: int) -> Iterator[Place]:

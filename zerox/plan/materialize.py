@@ -56,6 +56,11 @@ def most_beside(found: Sequence[Turn], nbytes: Sequence[int]) -> int:
     return max((sum(nbytes[bucket] for bucket in {*turn.open} - turn.own) for turn in found), default=0)
 
 
+def most_open(found: Sequence[Turn], nbytes: Sequence[int]) -> int:
+    """The most bytes of buckets that are whole at a time, a module's own ones among them."""
+    return max((sum(nbytes[bucket] for bucket in turn.open) for turn in found), default=0)
+
+
 def largest(found: Sequence[Turn], nbytes: Sequence[int]) -> tuple[int, int]:
     """The module whose own parameters lie in buckets of the most bytes, and how many these are."""
     own: Iterator[tuple[int, int]] = ((sum(nbytes[each] for each in turn.own), -at) for at, turn in enumerate(found))

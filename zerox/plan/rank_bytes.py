@@ -38,8 +38,9 @@ class Site:
         return self.backend == "nccl" and self.world_size > 1
 
 
-def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None) -> int:
-    """With what of sharded ones may be whole. ValueError as resident_limit()."""
+def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None, open_bytes: int = 0) -> int:
+    """With what of sharded ones may be whole: the limit, or ``open_bytes`` if these are more. ValueError as
+    resident_limit()."""
     if not site.shards_params:
         in_buckets = sum(each.nbytes for each in plan.buckets)
         return plan.loose_bytes + in_buckets + sum(table.nbytes for table in plan.tables)
@@ -52,7 +53,7 @@ def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None) -> int:
     whole += [(f"the bucket of {plan.names[each.params[0]]}", each.nbytes) for each in plan.buckets]
     of_tables = sum(table.nbytes for table in by_rows)
     limit = resident_limit(whole, resident_mb, of_tables)
-    return plan.loose_bytes + own + int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
+    return plan.loose_bytes + own + max(open_bytes, int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables)))
 
 
 def state_bytes(plan: Plan, site: Site, masked: Collection[int]) -> tuple[int, int]:
