@@ -17,7 +17,7 @@ from zerox.memory.row_table import check_ranks, check_tables, is_sparse
 from zerox.optimizer.local_bytes import Local, Named, bytes_of_own, take_apart
 from zerox.optimizer.materialize import planned_turns
 from zerox.optimizer.memory_bytes import MemoryBytes
-from zerox.optimizer.on_meta import Init, check_asked, check_kinds, find_initialised
+from zerox.optimizer.on_meta import Init, check_asked, find_initialised
 from zerox.optimizer.planning import Around, Given, make_plan
 from zerox.options import (
     OF_LOCAL_OPTIMIZERS,
@@ -28,11 +28,11 @@ from zerox.options import (
     named_tensors,
     parameter_words,
 )
-from zerox.plan.choices import A_SUBGROUP, MASKS, SPARSITY, SUBGROUP
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP
 from zerox.plan.materialize import most_open
 from zerox.plan.plan import Plan
 from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
-from zerox.ranks.dtensors import local_of
+from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.ranks.model_axes import axes_of
 from zerox.ranks.process_group import ALONE, check_group, choose_group
 from zerox.ranks.subgroups import OF_GROUP
@@ -168,14 +168,22 @@ class _Training:
         found: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {self.backend}}
         if any(self.subgroup_size(place) != self.ranks.world_size for place in self.dense):
             found |= {SUBGROUP: {A_SUBGROUP}, "process_group": {"a group" if self.ranks.mesh is None else "a 2-D mesh"}}
+        if any(is_dtensor(self.ours[place][1]) for place in dense):
+            found[LIE_AS] = {DTENSORS}
         return found
 
     def check_pairs(self, words: Mapping[str, Any]) -> None:
         """Raises for options that don't go together, and for what is no table. ``words``: the constructor's options."""
         facts = self.facts(self.dense)
-        for group in [group for *_, group in self.tables] or [{}]:
+        dense = [self.ours[place][1] for place in self.dense]
+        for tensors, group in [
+            *(([tensor], group) for _, tensor, group in self.tables),
+            *([(dense, {})] if dense else []),
+        ]:
             own = {name: value for name, value in group.items() if name != "params"}
-            self.chosen.check_pairs({**words, **own}, **facts)
+            on_meta = words.get("model") is not None and any(tensor.is_meta for tensor in tensors)
+            own_facts = {**facts, FIRST_VALUES: {ON_META if on_meta else "in memory"}}
+            self.chosen.check_pairs({**words, **own}, **own_facts)
         check_tables(self.ours)
 
     def masked(self, globs: Iterable[str], words: Mapping[str, Any]) -> set[int]:
@@ -218,8 +226,6 @@ class _Training:
         check_asked(model, init, members)
         if model is None or not any(member.param.is_meta for member in members):
             return None
-        are_some = any(self.subgroup_size(place) != self.ranks.world_size for place in self.dense)
-        check_kinds(members, [group for *_, group in self.ours], are_some)
         return most_open(*planned_turns(find_initialised(model, init, members), plan, members))
 
     def _local(self, place: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ pytest.importorskip("transformers")
 
 
 def write(kind: str, tied: bool, folder: Path) -> None:
-    """As a program of transformers does, whose experts' files are made with the model's own names."""
+    """As a program of transformers does: experts that the model has in one tensor are many in files, or as it is."""
     model: Any = pretrained_twin(maker(kind, tied), seed=5)
-    model.save_pretrained(folder, max_shard_size="40KB", save_original_format=False)
+    model.save_pretrained(folder, max_shard_size="40KB", save_original_format=tied)
 
 
 def from_files(rank: int, world_size: int, folder: Path, out: Path, kind: str, stage: int) -> None:

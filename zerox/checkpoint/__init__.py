@@ -10,7 +10,9 @@ blocks: 8-bit state whose blocks were counted otherwise
 parts: runs DCP's planner over zerox's group; everyone: lets ranks fail together
 reader: trusts no file; records: reads elements into their place; writer: needs memory for one tensor
 weights: load_weights(); weight_files: where tensors lie in which files; safetensors_file, torch_file: in one of these
-weight_names: which of them becomes what of the model; weight_parts: which rectangles of that are this rank's
+weight_names: which of them becomes what of the model, weight_places: or a part of it; pretrained_names: as
+  transformers says
+weight_parts: which rectangles of that are this rank's
 weight_reader: reads these; loaded_weights: and then brings them to all who need them
 weight_saving: save_weights(); weight_plan: which files it writes; weight_writer: how; weight_folder: where
 convert: makes other files of it; from_torch: reads torch's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,11 @@ from zerox.checkpoint.manifest import CheckpointError, some
 from zerox.checkpoint.names import EXTRA_STATE
 from zerox.checkpoint.weight_files import Stored, WeightFiles
 from zerox.checkpoint.weight_parts import Weight
+from zerox.checkpoint.weight_places import Index, Placed
 from zerox.ranks.calls import warn_caller
 
-Rename = Callable[[str], str | None] | Mapping[str, str | None]
+New = str | tuple[str, Index] | None
+Rename = Callable[[str], New] | Mapping[str, New]
 COUNT = "num_batches_tracked"  # torch's old files lack it, and its load_state_dict() never misses it
 
 
@@ -24,9 +26,13 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
-    """By name in the model, the name in the files. CheckpointError if two of these become one."""
+def renamed(files: WeightFiles, rename: Rename | None) -> tuple[dict[str, str], dict[str, list[Placed]]]:
+    """By name in the model, the name in the files; and the parts of what is made of several.
+
+    CheckpointError if two of these become one.
+    """
     found: dict[str, str] = {}
+    parts: dict[str, list[Placed]] = {}
     known = [*files.tensors, *files.others]
     if isinstance(rename, Mapping) and (unknown := [name for name in rename if name not in known]):
         raise CheckpointError(f"rename has '{unknown[0]}', and the files have no tensor of that name")
@@ -38,20 +44,39 @@ def renamed(files: WeightFiles, rename: Rename | None) -> dict[str, str]:
             new = rename(name)
         if new is None:
             continue
+        placed = None
+        if isinstance(new, tuple) and len(new) == 2 and name in files.tensors:
+            placed = _placed(name, new)
+            new = new[0]
         if not isinstance(new, str):
             raise CheckpointError(f"rename makes {new!r} of '{name}', which is no name and not None")
+        if placed is not None and (new not in found or new in parts):
+            parts.setdefault(new, []).append(placed)
+            found[new] = new
+            continue
         if new in found:
-            raise CheckpointError(f"rename makes one name of '{found[new]}' and '{name}': '{new}'")
+            other = parts[new][0].name if new in parts else found[new]
+            raise CheckpointError(f"rename makes one name of '{other}' and '{name}': '{new}'")
         found[new] = name
-    return found
+    return found, parts
 
 
-def matched(weights: Sequence[Weight], names: Mapping[str, str], files: WeightFiles) -> dict[int, str]:
-    """By place among ``weights``, the name in the files. Where several names of a weight are there, the last counts,
-    as in torch's load_state_dict()."""
+def _placed(name: str, new: tuple[Any, ...]) -> Placed:
+    index = new[1] if isinstance(new[1], tuple) else (new[1],)
+    if all(isinstance(at, (int, slice)) for at in index):
+        return Placed(name, index)
+    raise CheckpointError(
+        f"rename makes {new!r} of '{name}': the second is where it lies in the first, a number, a slice or a tuple of "
+        "these, as (3, slice(0, 128))"
+    )
+
+
+def matched(weights: Sequence[Weight], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[int, str]:
+    """By place among ``weights``, the name among ``tensors``. Where several names of a weight are there, the last
+    counts, as in torch's load_state_dict()."""
     found = {}
     for place, weight in enumerate(weights):
-        there = [names[name] for name in weight.names if name in names and names[name] in files.tensors]
+        there = [names[name] for name in weight.names if name in names and names[name] in tensors]
         if there:
             found[place] = there[-1]
     return found
@@ -80,12 +105,12 @@ def say_extra_state(names: Collection[str]) -> None:
         )
 
 
-def misfits(weights: Sequence[Weight], names: Mapping[str, str], files: WeightFiles) -> list[str]:
+def misfits(weights: Sequence[Weight], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> list[str]:
     """Lines for tensors of another shape, and for complex ones that would have to become real, or the reverse."""
     found = []
     for weight in weights:
         for name in weight.names:
-            stored = files.tensors.get(names.get(name, ""))
+            stored = tensors.get(names.get(name, ""))
             if stored is not None and (line := _misfit(name, weight, stored)):
                 found.append(line)
     return found

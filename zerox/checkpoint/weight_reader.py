@@ -63,9 +63,8 @@ class WeightReader:
         self._here: WeightFiles | None = None  # a checkpoint as it is on this machine, once it was looked through
         self._stack = ExitStack()
 
-    def plan(self, name: str, parts: Sequence[Part]) -> None:
-        """These of the tensor ``name`` in the files. CheckpointError if a file here is not as rank 0 saw it."""
-        stored = self.weights.tensors[name]
+    def plan(self, name: str, stored: Stored, parts: Sequence[Part]) -> None:
+        """These of a tensor in the files. CheckpointError if a file here is not as rank 0 saw it."""
         for part in parts:
             for chunk in stored.chunks:
                 place = overlap((part.offsets, part.sizes), (chunk.offsets, chunk.sizes))

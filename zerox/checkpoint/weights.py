@@ -19,8 +19,9 @@ from zerox.checkpoint.everyone import Everyone, FailingAs, text_of
 from zerox.checkpoint.loaded_weights import bring_home, check_homes, give_out_loaded, share_loaded
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.own_params import all_names
+from zerox.checkpoint.pretrained_names import names_of_pretrained
 from zerox.checkpoint.store import not_loaded
-from zerox.checkpoint.weight_files import WeightFiles, find_weights
+from zerox.checkpoint.weight_files import Stored, WeightFiles, find_weights
 from zerox.checkpoint.weight_names import (
     LoadedKeys,
     Rename,
@@ -33,6 +34,7 @@ from zerox.checkpoint.weight_names import (
     say_extra_state,
 )
 from zerox.checkpoint.weight_parts import Weight, held_by_others, model_of, weights_of
+from zerox.checkpoint.weight_places import Placed, with_composed
 from zerox.checkpoint.weight_reader import WeightReader
 from zerox.engine import Engine
 from zerox.optimizer.core import Core
@@ -58,8 +60,9 @@ def load_weights(
     does. Masters become the parameters' values, and what a mask leaves out stays 0; moments, step counts and param
     groups stay as they are.
 
-    ``rename``: what a name in the files is called in the model; None leaves that tensor out. A function, or a dict of
-    those names that change. A weight with several names (modules that share it) is read by any of them. A parameter
+    ``rename``: what a name in the files is called in the model; None leaves that tensor out; ``(name, index)`` says that
+    it is what the model's weight has at this index (numbers and slices), if several tensors make up one. A function, or
+    a dict of those names that change. Without it a model of transformers is asked for the names of its own files. A weight with several names (modules that share it) is read by any of them. A parameter
     that only another optimizer of zerox has is left to that one's call.
 
     What torch calls ``_extra_state`` is never loaded, missing or unexpected: a warning names what the files have of it.
@@ -90,7 +93,7 @@ def load_weights(
                 # As they will lie once all is at home.
                 parts = {each.names: each.parts for each in weights_of(optimizer, chosen.model, at_home=True)}
                 for weight, name in chosen.pairs:
-                    reader.plan(name, parts[weight.names])
+                    reader.plan(name, chosen.tensors[name], parts[weight.names])
             _read_all(core, path, ranks, loaded, reader)
         give_out_loaded(core, loaded)
         if not chosen.keys.missing_keys:
@@ -130,9 +133,10 @@ def _of_first(core: Core, ranks: Everyone, data: bytes, failure: str) -> bytes:
 
 
 class Chosen(NamedTuple):
-    """``pairs``: weights of the model, each with the name in the files of what it gets. ``keys``: what has no pair."""
+    """``pairs``: weights of the model with the name of what it gets among ``tensors``. ``keys``: what has none."""
 
     model: nn.Module
+    tensors: dict[str, Stored]
     pairs: list[tuple[Weight, str]]
     keys: LoadedKeys
 
@@ -143,25 +147,30 @@ def _choose(
     """Collective. CheckpointError on all ranks for what does not fit."""
     weights: list[Weight] = []
     names: dict[str, str] = {}
+    parts: dict[str, list[Placed]] = {}
+    tensors: dict[str, Stored] = {}
     known: set[str] = set()
     model = nn.Module()
     with ranks.failing_together(failure):
         model = model_of(optimizer)
-        weights, names = weights_of(optimizer, model), renamed(files, rename)
+        weights = weights_of(optimizer, model)
+        names, parts = renamed(files, names_of_pretrained(model, files) if rename is None else rename)
+        tensors = with_composed(files, parts, weights)
         known = {name for weight in weights for name in weight.names} | held_by_others(optimizer, model)
     known = all_names(ranks, known, failure)
-    said = "" if ranks.has_own_params else hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()
+    named = repr([*sorted(names.items()), *sorted(parts.items())])
+    said = "" if ranks.has_own_params else hashlib.sha256(named.encode()).hexdigest()
     told = ranks.gather((strict, said), failure)
     with ranks.failing_together(failure):
         if any(each != told[0] for each in told):
             raise CheckpointError("ranks were given different arguments: rename= and strict= must be alike on all")
-        found = matched(weights, names, files)
+        found = matched(weights, names, tensors)
         others = [name for name in names if name not in known and not is_extra_state(name)]
         keys = LoadedKeys(missing(weights, found), others)
-        complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, names, files))
+        complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, names, tensors))
         if ranks.rank == 0:
             say_extra_state(names)
-    return Chosen(model, [(weights[place], name) for place, name in found.items()], keys)
+    return Chosen(model, tensors, [(weights[place], name) for place, name in found.items()], keys)
 
 
 def _refuse(core: Core) -> None:
