@@ -60,12 +60,12 @@ def load_weights(
     does. Masters become the parameters' values, and what a mask leaves out stays 0; moments, step counts and param
     groups stay as they are.
 
-    ``rename``: what a name in the files is called in the model; None leaves that tensor out; ``(name, index)`` says that
-    it is what the model's weight has at this index (numbers and slices), if several tensors make up one. A function, or
-    a dict of those names that change. Without it a model of transformers is asked for the names of its own files. A weight with several names (modules that share it) is read by any of them. A parameter
-    that only another optimizer of zerox has is left to that one's call.
+    ``rename``: what a name in the files is called in the model; None leaves that tensor out; ``(name, index)`` says
+    that it is what the model's weight has at this index (numbers and slices), where several tensors make up one. A
+    function, or a dict of those names that change. Without it a model of transformers is asked for its files' names. A
+    weight with several names (modules that share it) is read by any of them. A parameter that only another optimizer
+    of zerox has is left to that one's call.
 
-    What torch calls ``_extra_state`` is never loaded, missing or unexpected: a warning names what the files have of it.
     Returns ``(missing_keys, unexpected_keys)`` as ``model.load_state_dict`` does. Collective over the optimizer's ranks
     and all model axes. Raises CheckpointError on all ranks, with nothing changed, for files that are damaged or not
     there on some rank, for two tensors of one name, for shapes that differ, and if ``strict`` for names that are
