@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "no such place": (
         change(experts_0_w2=("down", 3)),
-        r"down\[3\] is no part of down, which has shape \[3, 40, 160\]",
+        r"down\[3\] is no part of down, which has shape \[3, ",
     ),
     "a step": (change(left=("mixed", (slice(None), slice(0, 14, 2)))), r"mixed\[:, 0:14:2\] is no part of mixed"),
     "too many": (change(left=("mixed", (0, 0, 0))), r"mixed\[0, 0, 0\]: mixed has 2 dimensions"),
