@@ -70,7 +70,7 @@ def read_ranges(path: Path, parts: list[tuple[str, Part]]) -> int:
     reader = WeightReader(weights)
     for name, part in parts:
         fresh = torch.empty(part.sizes, dtype=weights.tensors[name].dtype)
-        reader.plan(name, [part._replace(values=fresh)])
+        reader.plan(name, weights.tensors[name], [part._replace(values=fresh)])
     reader.run()
     reader.close()
     return reader.nbytes
