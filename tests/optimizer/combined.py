@@ -232,7 +232,7 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
         training.backwards(step)
         sent = {param: local_of(grad).to(wire) for param, grad in grads.items()}
         mean_of = mean_over_mesh if way["process_group"] == ON_MESH else mean_in_rank_order
-        means = {param: mean_of(given_by(ranks, grad), grad) for param, grad in sent.items()}
+        means = {param: mean_of(given_by(ranks, grad), grad, divisor) for param, grad in sent.items()}
         before = [(exact_values(bucket, shard), wide(state)) for _, _, bucket, shard, state in snapshot(training)]
         training.optimizer.step()
         training.optimizer.zero_grad()
@@ -242,7 +242,6 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
             assert torch.equal(own, rounded(bucket, after)), "parameters are masters, rounded"
             mean = means[param]
             assert mean is not None
-            mean = mean * (len(ranks) / divisor)  # powers of two: exact
             grad = memory_order(mean)[elements].to(values.dtype) * by_count
             expected, moments = torch_step(values, grad, old, config)
             if bucket.mask is not None:
@@ -279,10 +278,10 @@ def given_by(ranks: Sequence[int], grad: Tensor) -> list[Tensor]:
     return [parts[rank] for rank in ranks]
 
 
-def mean_over_mesh(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def mean_over_mesh(parts: Sequence[Tensor], like: Tensor, divisor: float) -> Tensor:
     """As mean_in_rank_order, for a mesh of 2 x 2."""
     a, b, c, d = (each.to(torch.promote_types(like.dtype, torch.float32)) for each in parts)
-    return (((a + b) + (c + d)) / 4).to(like.dtype)
+    return (((a + b) + (c + d)) / divisor).to(like.dtype)
 
 
 def snapshot(training: Training) -> Iterator[tuple[Tensor, slice, Any, slice, dict[str, Tensor]]]:

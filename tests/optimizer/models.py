@@ -142,10 +142,11 @@ def mean_over_ranks(grad: Tensor | None, like: Tensor, world_size: int) -> Tenso
     return mean_in_rank_order(parts, like)
 
 
-def mean_in_rank_order(parts: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+def mean_in_rank_order(parts: Sequence[Tensor | None], like: Tensor, divisor: float | None = None) -> Tensor | None:
     """The contract's mean: summed in rank order in fp32 (fp64 for fp64), divided once, rounded once.
 
-    Of gradients on some ranks only the others count as zero; of none at all there is no mean.
+    ``divisor``: None for the number of parts. Of gradients on some ranks only the others count as zero; of none at all
+    there is no mean.
     """
     if all(part is None for part in parts):
         return None
@@ -154,7 +155,7 @@ def mean_in_rank_order(parts: Sequence[Tensor | None], like: Tensor) -> Tensor |
     total = first.to(wide)
     for part in others:
         total = total + part.to(wide)
-    return (total / len(parts)).to(like.dtype).to(like.device)
+    return (total / (divisor or len(parts))).to(like.dtype).to(like.device)
 
 
 def own_part(param: Tensor, state: Tensor, start: int) -> Tensor:
