@@ -33,6 +33,7 @@ from zerox.plan.materialize import most_open
 from zerox.plan.plan import Plan
 from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
 from zerox.ranks.dtensors import is_dtensor, local_of
+from zerox.ranks.exchange import default_exchange
 from zerox.ranks.model_axes import axes_of
 from zerox.ranks.process_group import ALONE, check_group, choose_group
 from zerox.ranks.subgroups import OF_GROUP
@@ -61,20 +62,21 @@ def estimate(
 
     ``params``: as for the optimizer, or on the meta device; nothing is allocated or changed. ``rule``: "sgd" or "lion"
     for FusedShardedSGD or FusedShardedLion. ``backend``: "gloo" or "nccl", on which the default bucket size and
-    ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE). ``local_world_size``: how many ranks share a
-    machine (None: all); over gloo these read each other's gradients, and need buffers only for the gradients of other
-    ranks. ``mesh_shape``: (replicate, shard) of a mesh that ``process_group`` will be; one that is passed has its own.
-    ``process_group="alone"``: each rank trains by itself. ``masks``: the names and patterns that a zerox.Sparsity will
-    have, for ``params`` with names: one bit for each element of the buckets that have such a parameter, among
-    ``moments``. ``local``: names, patterns of them, or tensors in ``params`` that no DistributedDataParallel will have,
-    beside others that one has: this rank's own. They are counted with dense gradients, and ``peak`` lacks what torch's
-    class allocates for them in its step(); a rank alone has none. A param group's ``process_group``, as experts have
-    one, may be the number of ranks that it will have. Options that don't change memory (lr and so on) are accepted.
-    With ``model=`` and ``init=``, as for the constructor, ``peak_of_construction`` is there for parameters on meta.
-    With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a
-    bucket at a time. Gradients of tables (``sparse=True`` in a param group) are not in it, since they are as large as
-    what batches name. Raises as the constructor does for ``params`` and ``options``, and ValueError for arguments of
-    its own.
+    ``exchange`` depend (the option of that name counts, and no environment variable). ``local_world_size``: how many
+    ranks share a machine (None: all); over gloo these read each other's gradients, unless ``exchange`` says otherwise,
+    and need buffers only for the gradients of other ranks. ``mesh_shape``: (replicate, shard) of a mesh that
+    ``process_group`` will be; one that is passed has its own. ``process_group="alone"``: each rank trains by itself.
+    ``masks``: the names and patterns that a zerox.Sparsity will have, for ``params`` with names: one bit for each
+    element of the buckets that have such a parameter, among ``moments``. ``local``: names, patterns of them, or tensors
+    in ``params`` that no DistributedDataParallel will have, beside others that one has: this rank's own. They are
+    counted with dense gradients, and ``peak`` lacks what torch's class allocates for them in its step(); a rank alone
+    has none. A param group's ``process_group``, as experts have one, may be the number of ranks that it will have.
+    Options that don't change memory (lr and so on) are accepted. With ``model=`` and ``init=``, as for the constructor,
+    ``peak_of_construction`` is there for parameters on meta. With ``optimizer_class=`` it is for ShardedOptimizer, and
+    ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``exchange="native"`` over gloo
+    ``peak`` lacks the copies that gloo makes: one to three buckets. Gradients of tables (``sparse=True`` in a param
+    group) are not in it, since they are as large as what batches name. Raises as the constructor does for ``params``
+    and ``options``, and ValueError for arguments of its own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
     ranks = _ranks(world_size, local_world_size, mesh_shape, options.get("process_group"))
@@ -133,6 +135,10 @@ class _Training:
     ours: Named
 
     @property
+    def exchange(self) -> str:
+        return self.chosen.exchange or default_exchange(self.backend)
+
+    @property
     def trained(self) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:
         """With what lies in a bucket of each."""
         return [(name, local_of(tensor), group) for name, tensor, group in self.ours if tensor.requires_grad]
@@ -166,6 +172,7 @@ class _Training:
         """In the words of zerox.plan.combinations, with these parameters."""
         dtypes = parameter_words(local_of(self.ours[place][1]).dtype for place in dense)
         found: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {self.backend}}
+        found["exchange"] = self.chosen.exchange_words(self.exchange)
         if any(self.subgroup_size(place) != self.ranks.world_size for place in self.dense):
             found |= {SUBGROUP: {A_SUBGROUP}, "process_group": {"a group" if self.ranks.mesh is None else "a 2-D mesh"}}
         if any(is_dtensor(self.ours[place][1]) for place in dense):
@@ -216,17 +223,16 @@ class _Training:
         ranks = self.ranks
         types = {tensor.device.type for _, tensor, _ in self.trained}
         on_host = self.backend == "gloo" and types <= {"cpu", "meta"}
-        near = ranks.near if on_host else 1
-        return Site(self.chosen.stage_plan, self.backend, ranks.world_size, near, on_host, ranks.mesh)
+        near = ranks.near if on_host and self.exchange == "direct" else 1
+        return Site(self.chosen.stage_plan, self.backend, ranks.world_size, near, on_host, self.exchange, ranks.mesh)
 
     def most_open(self, plan: Plan, model: torch.nn.Module | None, init: Init | None) -> int | None:
         """Bytes of buckets that are whole at a time while parameters on meta get their values; None if none is there.
         Raises as the constructor."""
         members = [Member(name, tensor, place, place) for place, (name, tensor, _) in enumerate(self.ours)]
         check_asked(model, init, members)
-        if model is None or not any(member.param.is_meta for member in members):
-            return None
-        return most_open(*planned_turns(find_initialised(model, init, members), plan, members))
+        are_some = model is not None and any(member.param.is_meta for member in members)
+        return most_open(*planned_turns(find_initialised(model, init, members), plan, members)) if are_some else None
 
     def _local(self, place: int) -> torch.Tensor:
         found: torch.Tensor = local_of(self.ours[place][1])

@@ -66,6 +66,10 @@ class FusedShardedAdam(Engine):
             buckets, or an eighth of the parameters if that is more; inf: each is fetched once a step.
         gradient_divisor: what the ranks' sum of gradients is divided by: a positive number, 1 for the sum itself; None:
             the number of ranks, for their mean. A param group may have another one. See also :meth:`mean_over`.
+        exchange: how ranks exchange gradients and parameters: "direct" (each gradient goes to its owner, who adds up in
+            rank order; over gloo ranks of one machine read each other's memory), "messages" (the same, but nobody is
+            read) or "native" (the backend's collectives). None: direct over gloo, native over NCCL. The environment
+            variable ``ZEROX_EXCHANGE`` wins over it, with a warning where they differ.
         model: the module that has the parameters, where some are on the meta device: they get memory and first values
             here, bucket by bucket, and with ``stage=3`` no rank ever has all of them. Buffers on meta do too.
         init: a function of a module that gives its own parameters and buffers first values. It is called as by
@@ -103,6 +107,7 @@ class FusedShardedAdam(Engine):
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        exchange: str | None = None,
         model: torch.nn.Module | None = None,
         init: Init | None = None,
         foreach: bool | None = None,
@@ -146,6 +151,7 @@ class FusedShardedSGD(Engine):
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        exchange: str | None = None,
         model: torch.nn.Module | None = None,
         init: Init | None = None,
         foreach: bool | None = None,
@@ -192,6 +198,7 @@ class FusedShardedLion(Engine):
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        exchange: str | None = None,
         model: torch.nn.Module | None = None,
         init: Init | None = None,
         foreach: bool | None = None,
@@ -215,7 +222,7 @@ class ShardedOptimizer(Engine):
         params: as for :class:`zerox.FusedShardedAdam`.
         optimizer_class: for example ``torch.optim.SGD``. It is tried first, on small tensors, for some milliseconds: a
             class in which one element depends on another is refused.
-        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb, gradient_divisor, model, init: as in
+        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb, gradient_divisor, exchange, model, init: as in
             :class:`zerox.FusedShardedAdam`.
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
             works on 16 bits.
@@ -245,6 +252,7 @@ class ShardedOptimizer(Engine):
         master_weights: str | None = "auto",
         resident_mb: float | None = None,
         gradient_divisor: float | None = None,
+        exchange: str | None = None,
         model: torch.nn.Module | None = None,
         init: Init | None = None,
         elementwise: bool | None = None,
@@ -271,6 +279,7 @@ class ShardedOptimizer(Engine):
                 elementwise=elementwise,
                 resident_mb=resident_mb,
                 gradient_divisor=gradient_divisor,
+                exchange=exchange,
             ),
             Surroundings(process_group, norm_group, model, init),
         )

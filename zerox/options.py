@@ -25,6 +25,7 @@ from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT16, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
+from zerox.ranks.exchange import EXCHANGES
 from zerox.ranks.process_group import ALONE
 from zerox.ranks.wrapped import bare_names
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec, check_switches
@@ -55,6 +56,7 @@ class OptimizerOptions:
     accumulate_dtype: torch.dtype | None = None
     resident_mb: float | None = None
     gradient_divisor: float | None = None
+    exchange: str | None = None
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
@@ -79,6 +81,8 @@ class OptimizerOptions:
             raise ValueError(f"zerox: state_dtype must be one of {tuple(STATE_FORMS)}, got {self.state_dtype!r}")
         if self.master_weights not in MASTER_WEIGHTS:
             raise ValueError(f"zerox: master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
+        if self.exchange not in (None, *EXCHANGES):
+            raise ValueError(f"zerox: exchange must be one of {(None, *EXCHANGES)}, got {self.exchange!r}")
         self.check_pairs({})
 
     def check_group(self, group: Mapping[str, Any], of_rule: Collection[str]) -> None:
@@ -115,6 +119,10 @@ class OptimizerOptions:
         """Raises for two that zerox.plan.combinations refuses: of these options, ``others``, and facts in its words."""
         of = {"optimizer": {FUSED}}
         combinations.check({**of, **_chosen(vars(self)), **_chosen(others), **facts})
+
+    def exchange_words(self, exchange: str) -> set[str]:
+        """What zerox.plan.combinations calls the exchange, where it came to this one."""
+        return {f'"{exchange}"', *(["None"] if self.exchange is None else [])}
 
     def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""
@@ -209,6 +217,7 @@ OF_LOCAL_OPTIMIZERS = (
     "master_weights",
     "resident_mb",
     DIVISOR,
+    "exchange",
     "elementwise",
 )
 OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR)

@@ -82,7 +82,7 @@ def kind_of(way: Way, world_size: int) -> str:
         return "alone"
     if way["backend"] == "gloo":
         return "via host"
-    return "native" if way["ZEROX_EXCHANGE"] == "native" else "direct"
+    return "native" if way["exchange"] == '"native"' else "direct"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""ZEROX_EXCHANGE=native: the backend's own collectives give what the direct exchange gives, in their own order."""
+"""exchange="native": the backend's own collectives give what the direct exchange gives, in their own order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from zerox import FusedShardedAdam
 def trained(rank: int, _: int, exchange: str, stage: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters after some steps, and this rank's parts of the first mean gradients."""
     model = Chain(3).to(dtype)
-    os.environ["ZEROX_EXCHANGE"] = exchange
-    try:
-        optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
-    finally:
-        del os.environ["ZEROX_EXCHANGE"]
+    options = {"stage": stage, "bucket_cap_mb": LAYER_CAP / 2**20, "exchange": exchange}
+    optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, **options)
     assert optimizer.inside.ranks.exchange == exchange
     first: list[Tensor] = []
     for seed in range(3):

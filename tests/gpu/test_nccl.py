@@ -23,7 +23,8 @@ from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
 from tests.rows import test_sparse_adam
 from zerox import engine
-from zerox.ranks.group import EXCHANGES, Ranks
+from zerox.ranks.exchange import EXCHANGES
+from zerox.ranks.group import Ranks
 
 BACKEND = "nccl" if DEVICE.type == "cuda" else "gloo"
 TIMEOUT_S = 60.0

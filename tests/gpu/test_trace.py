@@ -30,7 +30,7 @@ from tests.gpu.twins import DEVICE
 from tests.optimizer.test_ranges import OF_A_FLIGHT, OF_WHOLE_GRADS
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.ranks.group import EXCHANGES
+from zerox.ranks.exchange import EXCHANGES
 
 ROOT = Path(__file__).parents[2]
 BUCKET_NUMEL = 16_384

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,8 +94,8 @@ def measure(
     await_lingering()
     base = allocator.now
     model = Wide(dtype, width)
-    options = {"bucket_cap_mb": CAP_MB if width == WIDTH else None, **options}
-    with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}), of_width(width):
+    options = {"bucket_cap_mb": CAP_MB if width == WIDTH else None, "exchange": exchange, **options}
+    with of_width(width):
         group = None if mesh is None else init_device_mesh("cpu", mesh)
         optimizer = FusedShardedAdam(model.parameters(), process_group=group, **options)
     manager = optimizer.inside.manager
@@ -122,9 +121,8 @@ def measure(
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(wait_for_flights)
     peak = allocator.peak_of(step) - base
-    neighbours = world_size if exchange == "direct" else 1
     with of_width(width):
-        formula = estimate(model.parameters(), world_size, local_world_size=neighbours, mesh_shape=mesh, **options)
+        formula = estimate(model.parameters(), world_size, mesh_shape=mesh, **options)
     return peak, stalled[0] if stalled else 0, formula
 
 

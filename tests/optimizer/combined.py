@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.kernels.stored import decode
-from tests.optimizer.made import ALONE, MOMENTUM, ON_MESH, arguments, build, exchange_of, mesh_of
+from tests.optimizer.made import ALONE, MOMENTUM, ON_MESH, arguments, build, mesh_of
 from tests.optimizer.masters import exact_values, parts_of, rounded
 from tests.optimizer.models import mean_in_rank_order, memory_order, watch_gradients
 from tests.optimizer.test_parity import MOMENTS, torch_step
@@ -143,6 +143,8 @@ class Training:
         assert any(bucket.mask for bucket in inside.buckets) is (way[MASKS] == SPARSITY)
         assert bool(inside.tables) is (way[TABLES] == "True")
         assert not any(param.is_meta for param in self.model.parameters())
+        exchange = ast.literal_eval(way["exchange"]) or "direct"
+        assert inside.ranks.size == 1 or self.device.type != "cpu" or inside.ranks.exchange == exchange
         assert inside.grads.subgroups.are_many is (way[SUBGROUP] == A_SUBGROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
@@ -205,14 +207,13 @@ def trained(rank: int, world_size: int, many: Sequence[Way]) -> list[Any]:
 
 
 def train(rank: int, world_size: int, way: Way) -> tuple[str, str]:
-    with exchange_of(way):
-        training = Training(rank, way)
-        in_16_bits = is_inner(way) and way["master_weights"] == "None" and training.dtype in NARROW
-        if way == plain_twin(way) and not in_16_bits:  # the bound is for the rule in float32
-            compare_with_torch(rank, world_size, training)
-        else:
-            training.run()
-        return training.digests()
+    training = Training(rank, way)
+    in_16_bits = is_inner(way) and way["master_weights"] == "None" and training.dtype in NARROW
+    if way == plain_twin(way) and not in_16_bits:  # the bound is for the rule in float32
+        compare_with_torch(rank, world_size, training)
+    else:
+        training.run()
+    return training.digests()
 
 
 def outcome(call: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ Asked = frozenset[Item]  # a pair, or one with a default
 
 # What does nothing beside these, and shows in no row that has them.
 HIDDEN_BY: dict[str, tuple[Item, ...]] = {
-    **dict.fromkeys(("stage", "resident_mb", "ZEROX_EXCHANGE", "join"), (("process_group", '"alone"'),)),
+    **dict.fromkeys(("stage", "resident_mb", "exchange", "join"), (("process_group", '"alone"'),)),
     "overlap_gather": (("process_group", '"alone"'), ("stage", "3")),
     "reduce_dtype": (("process_group", '"alone"'),),
     "state_dtype": (("parameters", "float64"),),
@@ -41,7 +41,7 @@ NOT_TOGETHER: tuple[frozenset[Item], ...] = tuple(
             (("optimizer", "ShardedOptimizer"), ("lr", "a tensor"), ("parameters", "float64")),
             (("stage", "3"), ("process_group", "a 2-D mesh"), ("sparse", "True")),
             *(
-                (("ZEROX_EXCHANGE", "native"), ("process_group", "a 2-D mesh"), narrow)
+                (("exchange", '"native"'), ("process_group", "a 2-D mesh"), narrow)
                 for narrow in (
                     ("parameters", "bfloat16"),
                     ("parameters", "float16"),

@@ -1,11 +1,9 @@
-"""What the values of a way stand for: arguments of the constructor, a mesh, an optimizer, an environment variable."""
+"""What the values of a way stand for: arguments of the constructor, a mesh, an optimizer."""
 
 from __future__ import annotations
 
 import ast
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,7 +35,6 @@ ELSEWHERE = (
     "device",
     SUBGROUP,
     "backend",
-    "ZEROX_EXCHANGE",
     "overlap_gather",
     "mean_over",
     "join",
@@ -121,16 +118,3 @@ def of_optimizer(way: Way, options: Mapping[str, Any]) -> dict[str, Any]:
     left_out = [name for name in of_fused if name in options and way[name] == CHOICES[name].values[0]]
     others = {name: value for name, value in options.items() if name not in left_out}
     return {"optimizer_class": torch.optim.Adam, **others}
-
-
-@contextmanager
-def exchange_of(way: Way) -> Iterator[None]:
-    """Inside, ZEROX_EXCHANGE is that of the way."""
-    before = os.environ.get("ZEROX_EXCHANGE")
-    os.environ["ZEROX_EXCHANGE"] = way["ZEROX_EXCHANGE"]
-    try:
-        yield
-    finally:
-        del os.environ["ZEROX_EXCHANGE"]
-        if before is not None:
-            os.environ["ZEROX_EXCHANGE"] = before

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -137,8 +135,7 @@ def messages_of(rank: int, world_size: int, stage: int, exchange: str) -> tuple[
     """The number of buckets; and what this rank sent from backward to the end of step(), in each case: gradients and
     parameters (any thread), all messages of the calling thread, and torch's collectives."""
     params = make_params()
-    with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}):
-        optimizer = FusedShardedAdam(params, stage=stage, bucket_cap_mb=0.03)
+    optimizer = FusedShardedAdam(params, stage=stage, bucket_cap_mb=0.03, exchange=exchange)
     optimizer.inside.calls.record.has_looked = True  # what the first step() sends: tests/optimizer/test_first_look.py
     everything = set(range(len(SHAPES)))
     cases = {

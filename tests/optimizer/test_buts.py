@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.optimizer.combined import Training
-from tests.optimizer.made import arguments, exchange_of
+from tests.optimizer.made import arguments
 from tests.optimizer.ways import Pair, Way, name_of, needs_accelerator, pairs_with, way_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
@@ -44,14 +44,13 @@ def float64_moments(way: Way) -> None:
 
 def mean(rank: int, world_size: int, way: Way, exchange: str, local: list[Tensor], changes: dict[str, Any]) -> Tensor:
     """What stage 1 leaves in p.grad of gradients that are given."""
-    with exchange_of({"ZEROX_EXCHANGE": exchange}):
-        dtype = getattr(torch, way["parameters"])
-        params = [nn.Parameter(torch.zeros(part.numel(), dtype=dtype)) for part in local[rank].split(500)]
-        optimizer = FusedShardedAdam(params, **{**arguments(way), "stage": 1, **changes})
-        parts = [part.to(dtype) for part in local[rank].split(500)]
-        torch.stack([(p * g).float().sum() for p, g in zip(params, parts, strict=True)]).sum().backward()
-        optimizer.synchronize()
-        return torch.cat([param.grad for param in params if param.grad is not None])
+    dtype = getattr(torch, way["parameters"])
+    params = [nn.Parameter(torch.zeros(part.numel(), dtype=dtype)) for part in local[rank].split(500)]
+    optimizer = FusedShardedAdam(params, **{**arguments(way), "stage": 1, "exchange": exchange, **changes})
+    parts = [part.to(dtype) for part in local[rank].split(500)]
+    torch.stack([(p * g).float().sum() for p, g in zip(params, parts, strict=True)]).sum().backward()
+    optimizer.synchronize()
+    return torch.cat([param.grad for param in params if param.grad is not None])
 
 
 def gradients() -> list[Tensor]:
@@ -209,7 +208,7 @@ def no_tables_of_a_mesh_in_stage_3(_: Way) -> None:
         assert "sparse=True in param group 1 does not go with stage=3 on a 2-D mesh" in said
 
 
-NATIVE = some("ZEROX_EXCHANGE", "native")
+NATIVE = some("exchange", '"native"')
 JOINS = some("join", "inside")
 SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
     **each(some("master_weights", "None"), some("parameters", "bfloat16", "float16"), lost_updates),

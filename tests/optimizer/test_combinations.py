@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.optimizer.combined import Training, outcome
 from tests.optimizer.covering import OF_FOUR
-from tests.optimizer.made import ELSEWHERE, ON_MESH, arguments, build, exchange_of, of_optimizer
+from tests.optimizer.made import ELSEWHERE, ON_MESH, arguments, build, of_optimizer
 from tests.optimizer.ways import (
     OF_RANKS,
     Pair,
@@ -35,7 +35,7 @@ from zerox.plan import combinations
 from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, FIRST_VALUES, MASKS, ON_META, SPARSITY, TABLES, some
 from zerox.plan.combinations import Refused, Row, Untried, pairs, ruling
 from zerox.plan.stage import STAGES
-from zerox.ranks.group import EXCHANGES
+from zerox.ranks.exchange import EXCHANGES
 
 ON_MESH_OF = 4  # ranks, and so many have DTensors and sub-groups
 # Numbers, what can only be False, and ranks with other parts of the model, which tests/mesh has.
@@ -54,11 +54,11 @@ def test_every_option_of_the_constructor_has_a_choice_with_its_values() -> None:
         "accumulate_dtype": ACCUMULATE_DTYPES,
         "state_dtype": STATE_FORMS,
         "master_weights": MASTER_WEIGHTS,
+        "exchange": (None, *EXCHANGES),
     }
     for option, values in taken.items():
         assert {_word(option, value) for value in values} == set(CHOICES[option].values), option
     assert {str(each).removeprefix("torch.") for each in PARAM_DTYPES} == set(CHOICES["parameters"].values)
-    assert set(EXCHANGES) == set(CHOICES["ZEROX_EXCHANGE"].values)
 
 
 def test_defaults_are_the_first_values() -> None:
@@ -99,7 +99,6 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
     of_ranks = (
         {"cuda", ON_MESH, DTENSORS, A_SUBGROUP} & set(settings.values())
-        or "ZEROX_EXCHANGE" in settings
         or {"join", "capturable"} <= set(settings)
         or {MASKS, "capturable"} <= set(settings)
         or {TABLES, "resident_mb"} <= set(settings)  # stage 3, which it needs, is refused first
@@ -206,8 +205,7 @@ def refusals(rank: int, world_size: int, asked: list[tuple[Pair, Way]]) -> list[
     try:
         for (one, other), way in asked:
             combinations.ROWS = (Row((one,), (other,), REFUSES),)
-            with exchange_of(way):
-                found.append(outcome(lambda way=way: Training(rank, way)))
+            found.append(outcome(lambda way=way: Training(rank, way)))
     finally:
         combinations.ROWS = before
     return [each if isinstance(each, str) else "taken" for each in found]

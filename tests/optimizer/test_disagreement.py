@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({}, {"bucket_cap_mb": 4}, "bucket_cap_mb=None", "bucket_cap_mb=4"),
     ({}, {"reduce_dtype": torch.bfloat16}, "reduce_dtype=None", "reduce_dtype=torch.bfloat16"),
     ({}, {"master_weights": None}, "master_weights='auto'", "master_weights=None"),
+    ({}, {"exchange": "direct"}, "exchange=None", "exchange='direct'"),
     ({}, {"lr": torch.tensor(1e-3)}, "lr=0.001", "lr=tensor(0.0010000000474974513, torch.float32, cpu)"),
     # A tensor's repr has four digits.
     ({"lr": torch.tensor(0.1)}, {"lr": torch.tensor(0.10000001)}, "lr=tensor(0.1", "lr=tensor(0.1"),
@@ -95,19 +97,20 @@ def test_what_ranks_disagree_about_is_named_with_both_sides_on_all_ranks() -> No
             assert start.split(" has ")[1] != end, message
 
 
-def disagree_about_the_exchange(rank: int, world_size: int) -> list[str]:
-    os.environ["ZEROX_EXCHANGE"] = "native" if rank == 1 else "direct"
-    try:
-        message = error_of(lambda: FusedShardedAdam([weight()]))
-    finally:
-        del os.environ["ZEROX_EXCHANGE"]
+def disagree_about_the_exchange(rank: int, world_size: int, by: str) -> list[str]:
+    exchange = "native" if rank == 1 else "direct"
+    variable, option = (exchange, None) if by == "variable" else ("", exchange)
+    with patch.dict(os.environ, {"ZEROX_EXCHANGE": variable}):
+        message = error_of(lambda: FusedShardedAdam([weight()], exchange=option))
     return [message, error_of(lambda: FusedShardedAdam([weight()]))]
 
 
-def test_ranks_with_another_zerox_exchange_are_told_before_their_groups_fail_to_match() -> None:
-    for message, after in run_ranks(disagree_about_the_exchange, 3):
+@pytest.mark.parametrize("by", ["variable", "option"])
+def test_ranks_with_another_exchange_are_told_before_their_groups_fail_to_match(by: str) -> None:
+    for message, after in run_ranks(disagree_about_the_exchange, 3, by):
         assert message.startswith("ValueError: zerox: ranks must agree: ")
-        for rank_and_exchange in ("rank 1 has ZEROX_EXCHANGE=native", "has ZEROX_EXCHANGE=direct over gloo"):
+        source = "(the option, ZEROX_EXCHANGE or the default) over gloo"
+        for rank_and_exchange in ("rank 1 has exchange='native' (", f"has exchange='direct' {source}"):
             assert rank_and_exchange in message
         assert after == "no error"
 
@@ -144,6 +147,10 @@ def rank_1_alone_is_wrong() -> list[tuple[dict[str, Any], str]]:
         ({"reduce_dtype": torch.int8}, "ValueError: zerox: reduce_dtype must be one of "),
         ({"state_dtype": torch.int8}, "ValueError: zerox: state_dtype must be "),
         ({"master_weights": "fp64"}, "ValueError: zerox: master_weights must be one of "),
+        (
+            {"exchange": "pigeon"},
+            "ValueError: zerox: exchange must be one of (None, 'direct', 'messages', 'native'), got 'pigeon'",
+        ),
         ({"bucket_cap_mb": 0}, "ValueError: zerox: bucket_cap_mb must be a positive number or None, got 0"),
         ({"capturable": True}, "ValueError: zerox: capturable=True does not go with parameters on cpu: "),
     ]

@@ -94,7 +94,7 @@ FAULTS = [
     Fault((("stage", "1"), ("maximize", "True")), forgets("maximize")),
     Fault((("stage", "3"), ("state_dtype", '"8bit"')), rounds_gradients),
     Fault((("bucket_cap_mb", "a number"), ("amsgrad", "True")), forgets("amsgrad")),
-    Fault((("ZEROX_EXCHANGE", "messages"), ("reduce_dtype", "torch.bfloat16")), leaves_out_the_last_element),
+    Fault((("exchange", '"messages"'), ("reduce_dtype", "torch.bfloat16")), leaves_out_the_last_element),
     Fault((("gradient_divisor", "a number"), ("mean_over", "called")), forgets_the_scale),
     Fault((("masks", "a Sparsity"), ("state_dtype", "torch.bfloat16")), forgets_the_mask),
     Fault((("overlap_gather", "called"), ("lr", "a tensor")), forgets("lr")),
@@ -106,7 +106,7 @@ FAULTS = [
     Fault((("stage", "1"), ("fused", "True")), forgets("weight_decay"), ("masks",)),
     Fault((("parameters", "bfloat16"), ("decoupled_weight_decay", "False")), forgets("weight_decay"), ("stage",)),
     Fault((("placement", "DTensors"), ("overlap_gather", "called")), counts_a_step_too_many, ("rule",)),
-    Fault((("sparse", "True"), ("state_dtype", '"8bit"')), doubles_the_scale, ("ZEROX_EXCHANGE",)),
+    Fault((("sparse", "True"), ("state_dtype", '"8bit"')), doubles_the_scale, ("exchange",)),
 ]
 
 

@@ -19,13 +19,13 @@ _read: tuple[object, Costs] = (None, {})  # the table's rows, and what they cost
 
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
-    "stage", FIRST_VALUES, "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "resident_mb", "capturable",
+    "stage", FIRST_VALUES, "device", "backend", "exchange", "bucket_cap_mb", "resident_mb", "capturable",
     "overlap_gather", "join", "lr", "foreach", "fused",
 )  # fmt: skip
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")
 # One rank alone asks none of these.
-OF_RANKS = ("process_group", LIE_AS, SUBGROUP, "backend", "ZEROX_EXCHANGE")
+OF_RANKS = ("process_group", LIE_AS, SUBGROUP, "backend", "exchange")
 # What has an effect on 16-bit parameters only is tried with these.
 FOR_16_BITS = {
     *some("accumulate_dtype", "torch.float32"),

@@ -23,7 +23,7 @@ def bucket_of(numel: int, itemsize: int, world_size: int, form: Form = FLOAT32) 
 
 
 def site(stage: int = 2, world_size: int = 4, near: int = 1, mesh: tuple[int, int] | None = None) -> Site:
-    return Site(stage_of(stage), "gloo", world_size, near, on_host=True, mesh=mesh)
+    return Site(stage_of(stage), "gloo", world_size, near, on_host=True, exchange="direct", mesh=mesh)
 
 
 def plan_of(*trained: TrainedPlan, tables: tuple[TablePlan, ...] = (), loose_bytes: int = 0) -> Plan:

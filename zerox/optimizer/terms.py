@@ -59,7 +59,7 @@ def check_pairs(
         "process_group": {"a 2-D mesh" if ranks.on_mesh else given},
         SUBGROUP: {A_SUBGROUP if subgroups.are_many else "None"},
         "backend": {ranks.backend},
-        "ZEROX_EXCHANGE": {ranks.exchange},
+        "exchange": options.exchange_words(ranks.exchange),
         **calls,
     }
     for group in groups:

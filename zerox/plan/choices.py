@@ -55,7 +55,7 @@ CHOICES = {
         Choice("process_group", ("a group", "a 2-D mesh", '"alone"'), "{value}"),
         Choice(SUBGROUP, ("None", A_SUBGROUP), "a param group on {value}"),
         Choice("backend", ("gloo", "nccl"), "a group over {value}"),
-        Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
+        Choice("exchange", ("None", '"direct"', '"messages"', '"native"')),
         Choice("bucket_cap_mb", ("None", "a number")),
         Choice("resident_mb", ("None", "a number")),
         Choice("reduce_dtype", ("None", "torch.float32", "torch.bfloat16", "torch.float16")),

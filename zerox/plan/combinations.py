@@ -250,17 +250,17 @@ ROWS = (
         But("moments are stored in float64"),
     ),
     Row(
-        some("ZEROX_EXCHANGE", "native"),
+        some("exchange", '"native"'),
         some("parameters", "bfloat16", "float16"),
         But("the backend sums gradients in 16 bits, unless reduce_dtype=torch.float32. In float16 sums may overflow"),
     ),
     Row(
-        some("ZEROX_EXCHANGE", "native"),
+        some("exchange", '"native"'),
         some("reduce_dtype", "torch.bfloat16", "torch.float16"),
         But("the backend sums gradients in 16 bits. In float16 sums may overflow"),
     ),
     Row(
-        some("ZEROX_EXCHANGE", "native"),
+        some("exchange", '"native"'),
         some("bucket_cap_mb", "a number"),
         But("the number may change the last bits of a mean over three or more ranks"),
     ),

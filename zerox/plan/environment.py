@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["STATE_PULL", "VARIABLES", "Variable", "is_state_pulled", "rows"]
+__all__ = ["EXCHANGE", "STATE_PULL", "VARIABLES", "Variable", "is_state_pulled", "rows"]
 
+EXCHANGE = "ZEROX_EXCHANGE"
 STATE_PULL = "ZEROX_STATE_PULL"
 
 
@@ -55,11 +56,11 @@ VARIABLES = (
     Variable("ARGS", "make", "what `make test` and others pass on, such as `'-k layout -x'`"),
     Variable("ZEROX_ISA", "run", "`scalar`, `avx2`, `avx512` or `avx512vbmi` instead of the fastest that the CPU runs"),
     Variable(
-        "ZEROX_EXCHANGE",
+        EXCHANGE,
         "run",
         "`direct` (default on gloo: sums in rank order, the same bits everywhere; ranks of one machine read each "
         "other's memory, and synchronize there; over NCCL one all-to-all), `messages` (the same, but nobody is read) "
-        "or `native` (default on NCCL: the backend's collectives)",
+        "or `native` (default on NCCL: the backend's collectives); wins over the constructor's `exchange`",
     ),
     Variable(
         "ZEROX_DEVICE_READS",

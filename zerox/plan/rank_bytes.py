@@ -15,13 +15,14 @@ from zerox.plan.stage import SHARDED, Stage
 @dataclass(frozen=True)
 class Site:
     """Where a plan is trained. ``near``: how many ranks can read each other's gradients. ``on_host``: parameters lie in
-    the host's memory. ``mesh``: (replicate, shard), if both are more than one."""
+    the host's memory. ``exchange``: what it comes to. ``mesh``: (replicate, shard), if both are more than one."""
 
     stage: Stage
     backend: str
     world_size: int
     near: int
     on_host: bool
+    exchange: str
     mesh: tuple[int, int] | None = None
 
     @property
@@ -36,6 +37,11 @@ class Site:
     def has_streams(self) -> bool:
         """Whether messages have streams of their own."""
         return self.backend == "nccl" and self.world_size > 1
+
+    @property
+    def sends_messages(self) -> bool:
+        """Single ones, from where a gradient lies, and to one rank each."""
+        return self.backend == "gloo" and self.exchange != "native"
 
 
 def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None, open_bytes: int = 0) -> int:
@@ -107,7 +113,8 @@ def peak_of(flows: Sequence[Flow], site: Site, keeps_up: bool) -> int:
 def _num_zero_copy(each: TrainedPlan, site: Site) -> int:
     """Large gradients stay where autograd left them."""
     divided_alone = each.bucket.layout.world_size == 1 and each.divisor not in (None, 1.0)
-    stay = site.on_host and each.wire.is_grads and not divided_alone and site.mesh is None
+    is_taken = site.sends_messages or each.bucket.layout.world_size == 1
+    stay = site.on_host and is_taken and each.wire.is_grads and not divided_alone and site.mesh is None
     return each.bucket.num_zero_copy if stay else 0
 
 
@@ -124,17 +131,19 @@ def _received(each: TrainedPlan, site: Site) -> tuple[int, int]:
     wire, size = each.wire, each.bucket.layout.world_size
     if site.mesh is None:
         beside = site.near if size == site.world_size else size if site.near == site.world_size else 1
-        return _num_slices(site, size - beside) * _slice_bytes(
-            each, wire.itemsize
-        ), 0  # of a subgroup perhaps none beside
+        # Of a subgroup perhaps none are beside.
+        return _num_slices(site, size, beside) * _slice_bytes(each, wire.itemsize), 0
     replicate, shard = site.mesh
     sum_bytes = _slice_bytes(each, wire.sum_itemsize)
-    inner = _num_slices(site, shard - min(site.near, shard)) * _slice_bytes(each, wire.itemsize) * replicate
-    outer = _num_slices(site, replicate - max(1, site.near // shard)) * sum_bytes
+    inner = _num_slices(site, shard, min(site.near, shard)) * _slice_bytes(each, wire.itemsize) * replicate
+    outer = _num_slices(site, replicate, max(1, site.near // shard)) * sum_bytes
     rounded = each.bucket.layout.shard_numel * wire.sum_itemsize if wire.sum_itemsize != wire.itemsize else 0
     return inner, outer + (replicate + 1) * sum_bytes + rounded
 
 
-def _num_slices(site: Site, num_far: int) -> int:
-    """Over gloo one from each of the ranks whose gradients can't be read; else one, which has all ranks' sum."""
-    return num_far if site.backend == "gloo" else 1
+def _num_slices(site: Site, size: int, num_near: int) -> int:
+    """One from each of the ranks whose gradients can't be read; of an all-to-all one from every rank; of the backend's
+    own sum one, which is that."""
+    if site.exchange == "native":
+        return 1
+    return size - num_near if site.sends_messages else size

@@ -8,7 +8,8 @@ last_words: tells others the error that ended a script; ends: a script's end tha
 axes: a mesh over the ranks; model_axes: axes that parts of the model lie on; advice: what ranks on several machines
   are told
 dtensors: what is asked of DTensors; ties: what two pipeline stages share
-subgroups: param groups that fewer ranks have; neighbours: who may read whose memory
+subgroups: param groups that fewer ranks have; neighbours: who may read whose memory; exchange: how ranks exchange
+  gradients, as the option or the variable says
 wrapped: modules inside zerox's DistributedDataParallel; holders: who holds which parameters
 forks: what happens around a fork
 """

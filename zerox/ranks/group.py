@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
@@ -18,11 +17,12 @@ from zerox import _C as C
 from zerox import _torch
 from zerox._C import FailureDetector
 from zerox.plan import combinations
-from zerox.plan.environment import STATE_PULL, is_state_pulled
+from zerox.plan.environment import EXCHANGE, STATE_PULL, is_state_pulled
 from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.calls import say_after
 from zerox.ranks.compared import digest, first_that_differs, line_of
 from zerox.ranks.ends import stay_at_end
+from zerox.ranks.exchange import choose_exchange
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.last_words import last_words
 from zerox.ranks.neighbours import Neighbours, Questions, find_neighbours
@@ -40,7 +40,6 @@ from zerox.ranks.process_group import (
 )
 from zerox.ranks.roll_call import RollCall, summary_of
 
-EXCHANGES = ("direct", "messages", "native")
 CPU = torch.device("cpu")
 REFUSED = "refused: "
 NO_NEIGHBOURS = Neighbours()
@@ -275,14 +274,15 @@ def find_ranks(
     process_group: GroupArgument,
     device: torch.device = CPU,
     roll_call: RollCall | None = None,
+    exchange: str | None = None,
     has_state: bool = True,
 ) -> Ranks:
     """Makes the group of our own over the ranks of ``process_group``.
 
     Collective over these ranks. ``device``: of the parameters; it chooses among a group's backends if there is one for
-    each device type. ``has_state``: others may read it. Raises ValueError for a mesh or a group that choose_group()
-    refuses, or a backend that can't move tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank
-    doesn't come.
+    each device type. ``exchange``: the option. ``has_state``: others may read it. Raises ValueError for a mesh or a
+    group that choose_group() refuses, a backend that can't move tensors of ``device``, or as choose_exchange(), and if
+    ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
     group = choose_group(process_group)
     if group is None or group.size() == 1:
@@ -290,9 +290,7 @@ def find_ranks(
     leave_to_parent(group)
     rank, size = group.rank(), group.size()
     backend = _backend(group, device)
-    exchange = os.environ.get("ZEROX_EXCHANGE") or ("direct" if backend == "gloo" else "native")
-    if exchange not in EXCHANGES:
-        raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
+    exchange = choose_exchange(exchange, backend, rank)
     say_after()  # raises, while ranks can still be told
     is_pulled = is_state_pulled() and has_state
     if group not in _torch.listed_groups():
@@ -304,8 +302,8 @@ def find_ranks(
     grid = choose_grid(process_group)
     on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
     roll_call.answer(
-        f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}, with "
-        f"{STATE_PULL}={int(is_pulled)}"
+        f"exchange={exchange!r} (the option, {EXCHANGE} or the default) over {backend} for parameters on "
+        f"{device.type}{on_mesh}, with {STATE_PULL}={int(is_pulled)}"
     )
     data = same_ranks(group, backend, roll_call, timeout_of(group, backend))
     # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.

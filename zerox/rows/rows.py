@@ -62,7 +62,7 @@ class Rows:
     """The tables of an optimizer. ``shows_mean``: p.grad becomes the mean over the ranks, as in stage 1.
     ``shards_tables``: each rank keeps the rows that it owns, as in stage 3.
 
-    ``reads``: every rank can read every other's memory (ZEROX_EXCHANGE=messages says that none does); then ranks tell
+    ``reads``: every rank can read every other's memory (exchange="messages" says that none does); then ranks tell
     each other where their rows lie, and don't send them.
     """
 

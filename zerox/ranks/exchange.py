@@ -1,0 +1,35 @@
+"""How gradients and parameters travel: by the constructor's option, or by the variable, which wins over it."""
+
+from __future__ import annotations
+
+import os
+
+from zerox.plan.environment import EXCHANGE
+from zerox.ranks.calls import warn_caller
+
+EXCHANGES = ("direct", "messages", "native")
+
+_said: set[tuple[str, str]] = set()  # options, and what won over them
+
+
+def choose_exchange(option: str | None, backend: str, rank: int) -> str:
+    """One of EXCHANGES. ``option``: the constructor's, which has been checked.
+
+    Warns rank 0 once where the variable wins over it. ValueError for a variable that is none of EXCHANGES.
+    """
+    variable = os.environ.get(EXCHANGE)
+    if not variable:
+        return option or default_exchange(backend)
+    if variable not in EXCHANGES:
+        raise ValueError(f"{EXCHANGE} must be one of {EXCHANGES}, got '{variable}'")
+    if option not in (None, variable) and rank == 0 and (option, variable) not in _said:
+        _said.add((option, variable))
+        warn_caller(
+            f"zerox: exchange={option!r} has no effect, since {EXCHANGE}={variable} wins over it: unset the variable, "
+            "or leave exchange out"
+        )
+    return variable
+
+
+def default_exchange(backend: str) -> str:
+    return "direct" if backend == "gloo" else "native"
