@@ -231,8 +231,9 @@ class _Training:
         Raises as the constructor."""
         members = [Member(name, tensor, place, place) for place, (name, tensor, _) in enumerate(self.ours)]
         check_asked(model, init, members)
-        are_some = model is not None and any(member.param.is_meta for member in members)
-        return most_open(*planned_turns(find_initialised(model, init, members), plan, members)) if are_some else None
+        if model is None or not any(member.param.is_meta for member in members):
+            return None
+        return most_open(*planned_turns(find_initialised(model, init, members), plan, members))
 
     def _local(self, place: int) -> torch.Tensor:
         found: torch.Tensor = local_of(self.ours[place][1])

@@ -1,7 +1,5 @@
 #include "grads/backward.h"
 
-#include <pybind11/chrono.h>
-
 #include <memory>
 
 #include "bindings/bindings.h"
@@ -20,7 +18,6 @@ void bind_backward(py::module_& m) {
       .def("begin", &Backward::begin, py::arg("decision"), py::arg("accumulates") = false, py::arg("inside") = false,
            Release())
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
-      .def("set_patience", &Backward::set_patience, py::arg("most"))
       .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
       .def_property_readonly("has_failed", py::cpp_function(&Backward::has_failed, Release()))
       .def_property_readonly("synced", py::cpp_function(&Backward::is_synced, Release()))

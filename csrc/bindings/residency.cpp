@@ -51,8 +51,11 @@ void bind_residency(py::module_& m) {
       },
       py::arg("flat"), py::arg("sizes"), py::arg("strides"), py::arg("start"));
   m.def(
-      "keep_pace_until_awaited", [](Backward& backward) { backward.set_pace_ends(&Residency::is_any_awaited); },
-      py::arg("backward"));
+      "wait_until_awaited",
+      [](Backward& backward, std::chrono::milliseconds most) {
+        backward.wait_longer(most, &Residency::is_any_awaited);
+      },
+      py::arg("backward"), py::arg("most"));
   m.def("has_address_ranges", &has_address_ranges);
   m.def("room_bytes", &AddressRange::bytes_in_use);
   m.def("most_room_bytes", &AddressRange::most_in_use);

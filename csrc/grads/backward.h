@@ -3,6 +3,7 @@
 //   GradHooks -> Backward (hooks.cpp) -> LaunchOrder -> Packing -> Flights
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -60,8 +61,9 @@ class Backward final : public GradHooks::Listener, public std::enable_shared_fro
   void before_next() { before_next_.call(); }
 
   // Of the next passes: see Pace.
-  void set_pace_ends(std::function<bool()> ends) { pace_.set_ends(std::move(ends)); }
-  void set_patience(std::chrono::milliseconds most) { pace_.set_most(most); }
+  void wait_longer(std::chrono::milliseconds most, std::function<bool()> ends) {
+    pace_.wait_longer(most, std::move(ends));
+  }
 
   // See GradHooks.
   std::string restore_watches() { return hooks_.restore_watches(); }

@@ -1,6 +1,7 @@
 // Whether backward waits for what it has launched.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -18,16 +19,18 @@ namespace zx {
 // would run ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is
 // launched has been reduced, as the host sees it, and streams wait for each other: see Note [Streams].
 //
-// A rank may be late by seconds, as where rank 0 saves or evaluates: the others wait for it. But it may also wait for
-// what this rank does after its backward. If another rank has written parameters, it waits until this one writes them
-// or comes to synchronize (Note [Shards are pulled]): then the rest of the pass goes on without waiting. Ranks may also
-// run backwards of several optimizers in other orders, which nobody sees: so the pass goes on, too, if nothing is
-// reduced for as long as a wait takes to be spoken of. A rank that follows the others launches nothing before they
-// synchronize: there is no waiting at all then.
+// A rank may be late by seconds, as where rank 0 saves or evaluates. It may also have no backward in this step, and
+// wait for what this rank does after its own: until it comes to synchronize, or writes parameters that the other has
+// written (Note [Shards are pulled]). So if nothing is reduced for 2 seconds, the rest of the pass goes on without
+// waiting. But where ranks read each other's memory they see what another one waits for, and wait up to a minute if it
+// does not. Ranks may also run backwards of several optimizers in other orders, which nobody sees: that minute is lost
+// then. A rank that follows the others launches nothing before they synchronize: there is no waiting at all then.
 
 // Under Buckets::mutex, but for await().
 class Pace {
  public:
+  static constexpr std::chrono::milliseconds kLeast{2000};
+
   Pace(std::shared_ptr<Flights> flights, bool is_kept) : flights_(std::move(flights)), is_kept_(is_kept) {}
 
   // Whether some rank takes part only at a sync point, so that nothing is reduced before.
@@ -38,9 +41,10 @@ class Pace {
   bool is_kept_now() const { return is_kept_now_; }
   void give_up() { is_kept_now_ = false; }
 
-  // `ends`: whether another rank is known to wait for what this one does after its backward. For all passes to come.
-  void set_ends(std::function<bool()> ends) { patience_.ends = std::move(ends); }
-  void set_most(std::chrono::milliseconds most) { patience_.most = most; }  // for tests
+  // In all passes to come: waits so long, unless another rank `ends` it.
+  void wait_longer(std::chrono::milliseconds most, std::function<bool()> ends) {
+    patience_ = {std::min(kLeast, most), most, std::move(ends)};
+  }
 
   // Waits for all but the last flight. Returns false if nothing is reduced, and the patience ends.
   bool await() const {
@@ -53,7 +57,7 @@ class Pace {
   const bool is_kept_;
   bool is_followed_ = false;
   bool is_kept_now_ = false;  // in this pass
-  Patience patience_{.most = std::chrono::seconds(60)};
+  Patience patience_{kLeast};
 };
 
 }  // namespace zx

@@ -148,12 +148,15 @@ Written PeerShards::await_written_by(int rank, const ShardPlace& place, int64_t 
   return found;
 }
 
-bool PeerShards::has_written(const std::vector<ShardPlace>& places, int64_t written) const {
+bool PeerShards::is_ahead(const std::vector<ShardPlace>& places, int64_t written, int64_t came) const {
   if (places.empty()) return false;  // the constructor is not through
   for (const int peer : others(true, num_ranks())) {
+    const auto is_over = [&](ShardStamp stamp, int64_t own) {
+      const int64_t its = read_stamp(peer, places.at(peer), stamp);
+      return its > own && read_stamp(peer, places.at(peer), stamp) == its;  // not copied byte by byte
+    };
     try {
-      const int64_t its = read_stamp(peer, places.at(peer), ShardStamp::written);
-      if (its > written && read_stamp(peer, places.at(peer), ShardStamp::written) == its) return true;
+      if (is_over(ShardStamp::written, written) || is_over(ShardStamp::came, came)) return true;
     } catch (const std::exception&) {
       continue;
     }

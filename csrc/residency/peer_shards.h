@@ -115,9 +115,9 @@ class PeerShards {
   // come to synchronize. Throws as fetch().
   Written await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written, int64_t came) const;
 
-  // Whether a rank whose memory can be read has written a bucket more often, or stands by; or another one asks who has
-  // written, and has got no answer. What has ended or died has not: it is found elsewhere.
-  bool has_written(const std::vector<ShardPlace>& places, int64_t written) const;
+  // Whether a rank whose memory can be read has written a bucket more often, stands by, or has come to synchronize more
+  // often; or another one asks who has written, and has got no answer. What died has not: it is found elsewhere.
+  bool is_ahead(const std::vector<ShardPlace>& places, int64_t written, int64_t came) const;
   bool is_asked_for_writes() const { return server_ && server_->is_asked_for_writes(); }
 
   const std::shared_ptr<Linger>& linger() const { return linger_; }

@@ -223,8 +223,8 @@ void Publisher::come() {
 
 bool Publisher::is_awaited() const {
   for (const ShardedBucket* sharded : all()) {
-    const int64_t written = sharded->stamps.get(ShardStamp::written);
-    if (peers_->has_written(sharded->places, written)) return true;
+    const SharedStamps& own = sharded->stamps;
+    if (peers_->is_ahead(sharded->places, own.get(ShardStamp::written), own.get(ShardStamp::came))) return true;
   }
   return peers_->is_asked_for_writes();
 }

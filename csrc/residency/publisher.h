@@ -58,7 +58,7 @@ class Publisher {
   void let_kept_go(Stays why);
   // This rank is about to synchronize with the others: it writes nothing before.
   void come();
-  // Whether another one has written, and waits until this one writes or comes. Any thread.
+  // Whether another one waits until this one writes or comes, as far as memory shows it. Any thread.
   bool is_awaited() const;
   // It synchronizes no more, and so it can't know that another rank is ahead.
   void come_nowhere();

@@ -36,7 +36,7 @@ class Residency : public std::enable_shared_from_this<Residency> {
 
   // To be called once it is shared. left_with() finds it from then on.
   static void list(const std::shared_ptr<Residency>& made);
-  // Whether another rank waits until this one writes parameters of any optimizer, or comes to synchronize there.
+  // Whether another rank is known to wait until this one writes parameters of any optimizer, or comes to synchronize.
   static bool is_any_awaited();
   // That which the parameters of a tensor's bucket belong to, if their optimizer was deleted; else null.
   static std::shared_ptr<Residency> left_with(const at::Tensor& tensor);

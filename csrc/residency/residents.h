@@ -103,7 +103,7 @@ class Residents {
   std::vector<int64_t> take_back();
   // This rank comes to synchronize: others do not wait for writes of its own.
   void come();
-  // Whether another rank waits until this one writes or comes.
+  // Whether another rank is known to wait until this one writes or comes.
   bool is_awaited() const { return publisher_.is_awaited(); }
   // There is no optimizer any more, by which ranks come to synchronize.
   void come_nowhere() { publisher_.come_nowhere(); }

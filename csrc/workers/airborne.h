@@ -1,6 +1,7 @@
 // Which flights are in the air, in the order in which they were launched, and the first error.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -15,10 +16,11 @@
 
 namespace zx {
 
-// How long to wait while nothing is reduced: `most`, or until `ends`, which is asked `look_each`.
+// How long to wait while nothing is reduced: `least` in any case, and up to `most` unless `ends` says that it is in
+// vain.
 struct Patience {
-  std::chrono::milliseconds most;
-  std::chrono::milliseconds look_each{100};
+  std::chrono::milliseconds least;
+  std::chrono::milliseconds most = least;
   std::function<bool()> ends = [] { return false; };
 };
 
@@ -62,18 +64,21 @@ class Airborne {
 
   // See TwoWorkers.
   bool await_all_but(int64_t most, const Patience& patience) {
+    constexpr std::chrono::milliseconds kLookEach{100};
+    const auto now = [] { return std::chrono::steady_clock::now(); };
     int64_t before = num_reduced_;
-    auto since = std::chrono::steady_clock::now();
+    auto since = now();
     std::unique_lock lock(mutex_);
     while (num_launched_ - num_reduced_ > most && error_.empty() && !is_aborted_) {
-      if (reduced_.wait_for(lock, patience.look_each, [&] { return num_reduced_ > before; })) {
+      const auto wait = std::min(patience.least, kLookEach);
+      if (reduced_.wait_for(lock, wait, [&] { return num_reduced_ > before; })) {
         before = num_reduced_;
-        since = std::chrono::steady_clock::now();
-        continue;
+        since = now();
+      } else if (now() - since >= patience.least) {
+        lock.unlock();
+        if (now() - since >= patience.most || patience.ends()) return false;
+        lock.lock();
       }
-      lock.unlock();
-      if (std::chrono::steady_clock::now() - since >= patience.most || patience.ends()) return false;
-      lock.lock();
     }
     return true;
   }

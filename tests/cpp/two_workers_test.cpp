@@ -51,9 +51,9 @@ TEST(a_launcher_does_not_wait_for_what_never_lands) {
   stalled.exchange.stalls_from = 1;
   for (int64_t i = 0; i < 3; ++i) stalled.launch(i);
   const auto start = std::chrono::steady_clock::now();
-  CHECK(!stalled.workers.await_all_but(1, {.most = 50ms, .look_each = 5ms}));
+  CHECK(!stalled.workers.await_all_but(1, {50ms}));
   int looks = 0;
-  CHECK(!stalled.workers.await_all_but(1, {.most = 60s, .look_each = 5ms, .ends = [&] { return ++looks == 3; }}));
+  CHECK(!stalled.workers.await_all_but(1, {.least = 5ms, .most = 60s, .ends = [&] { return ++looks == 3; }}));
   CHECK_EQ(looks, 3);
   CHECK(std::chrono::steady_clock::now() - start < 5s);
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.residency.rig import build, run_by_way
+from zerox import _C as C
 
 LAYERS, WIDTH = 30, 64
 LATE_S = 3
@@ -64,7 +65,7 @@ def in_other_orders(rank: int, world_size: int) -> float:
     models = [deep(), deep(1)]
     optimizers = [build(model, bucket_cap_mb=0.02) for model in models]
     for optimizer in optimizers:
-        optimizer.inside.grads.manager.backward.set_patience(timedelta(seconds=1))
+        C.wait_until_awaited(optimizer.inside.grads.manager.backward, timedelta(seconds=1))
     losses = [model(torch.ones(2, WIDTH)).square().mean() for model in models]
     start = time.monotonic()
     for index in (0, 1) if rank == 0 else (1, 0):
@@ -98,3 +99,23 @@ def while_the_other_has_written(rank: int, world_size: int) -> float:
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_a_backward_goes_on_at_once_where_another_rank_has_written_and_waits(way: str) -> None:
     assert run_ranks(run_by_way, 2, way, while_the_other_has_written)[0] < SOON_S
+
+
+def while_the_other_has_no_backward(rank: int, world_size: int) -> float:
+    """Rank 1 has nothing to train on in the second step."""
+    model = deep()
+    optimizer = build(model, bucket_cap_mb=0.02)
+    took = 0.0
+    for number in range(2):
+        start = time.monotonic()
+        if rank == 0 or number == 0:
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+        took = time.monotonic() - start
+        optimizer.step()
+        optimizer.zero_grad()
+    return took
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_a_backward_goes_on_where_another_rank_has_none_in_this_step(way: str) -> None:
+    assert run_ranks(run_by_way, 2, way, while_the_other_has_no_backward)[0] < SOON_S

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,7 @@ from zerox.residency import written_alone
 from zerox.residency.new_buckets import NewBuckets, buffer_of, holders_of, in_order
 from zerox.sliced_tensor import SlicedTensor
 
+FOR_LATE_RANKS = timedelta(minutes=1)  # where it is seen that they wait themselves
 SWITCH = "ZEROX_FAULTS"
 
 
@@ -81,7 +83,8 @@ class Residency:
             faults=_may_fault(),
         )
         weakref.finalize(self, self.residents.leave_to_params).atexit = False
-        C.keep_pace_until_awaited(manager.backward)
+        if all_neighbours:
+            C.wait_until_awaited(manager.backward, FOR_LATE_RANKS)
         written_alone.watch(self, ranks.given)
         self.new = NewBuckets(ranks, self.residents, neighbours, resident_mb)
         # The same objects, which grow with each adoption.
