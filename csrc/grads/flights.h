@@ -33,8 +33,8 @@ class Flights {
   // every later call. Throws in a forked child, which has no workers.
   void await_all();
 
-  // Waits until at most `most` have not been reduced. Returns false if none is reduced, and the patience ends.
-  bool await_all_but(int64_t most, const Patience& patience) {
+  // Waits until at most `most` have not been reduced. See Patience.
+  WaitEnd await_all_but(int64_t most, const Patience& patience) {
     const Stopwatch::Lap lap(waited_);
     return workers_.await_all_but(most, patience);
   }

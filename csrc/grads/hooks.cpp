@@ -22,9 +22,10 @@ void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
     grads_->count_gradient();
     return;
   }
-  if (!note_gradient(bucket, slot) || pace_.await()) return;
+  if (!note_gradient(bucket, slot)) return;
+  const WaitEnd awaited = pace_.await();
   const Locked lock(buckets_->mutex);
-  pace_.give_up();
+  pace_.note(awaited);
 }
 
 // Returns whether to wait for what is under way: see Note [Backward at the pace of the exchange].

@@ -24,7 +24,7 @@ namespace zx {
 // written (Note [Shards are pulled]). So if nothing is reduced for 2 seconds, the rest of the pass goes on without
 // waiting. But where ranks read each other's memory they see what another one waits for, and wait up to a minute if it
 // does not. Ranks may also run backwards of several optimizers in other orders, which nobody sees: that minute is lost
-// then. A rank that follows the others launches nothing before they synchronize: there is no waiting at all then.
+// once. A rank that follows the others launches nothing before they synchronize: there is no waiting at all then.
 
 // Under Buckets::mutex, but for await().
 class Pace {
@@ -39,17 +39,21 @@ class Pace {
 
   void begin_pass() { is_kept_now_ = is_kept_ && !is_followed_; }
   bool is_kept_now() const { return is_kept_now_; }
-  void give_up() { is_kept_now_ = false; }
 
   // In all passes to come: waits so long, unless another rank `ends` it.
   void wait_longer(std::chrono::milliseconds most, std::function<bool()> ends) {
     patience_ = {std::min(kLeast, most), most, std::move(ends)};
   }
 
-  // Waits for all but the last flight. Returns false if nothing is reduced, and the patience ends.
-  bool await() const {
+  // Waits for all but the last flight.
+  WaitEnd await() const {
     constexpr int64_t kMostUnreduced = 1;
     return flights_->await_all_but(kMostUnreduced, patience_);
+  }
+  void note(WaitEnd awaited) {
+    if (awaited == WaitEnd::few) return;
+    is_kept_now_ = false;
+    if (awaited == WaitEnd::too_long) patience_.most = patience_.least;  // it may well be so in each pass
   }
 
  private:

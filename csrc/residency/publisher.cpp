@@ -222,9 +222,15 @@ void Publisher::come() {
 }
 
 bool Publisher::is_awaited() const {
-  for (const ShardedBucket* sharded : all()) {
-    const SharedStamps& own = sharded->stamps;
-    if (peers_->is_ahead(sharded->places, own.get(ShardStamp::written), own.get(ShardStamp::came))) return true;
+  std::vector<std::pair<std::vector<ShardPlace>, const SharedStamps*>> known;
+  {
+    const BucketCopies::Lock lock(copies_.mutex);
+    for (int64_t bucket = 0; bucket < copies_.size(lock); ++bucket) {
+      known.emplace_back(copies_[bucket].places, &copies_[bucket].stamps);
+    }
+  }
+  for (const auto& [places, own] : known) {
+    if (peers_->is_ahead(places, own->get(ShardStamp::written), own->get(ShardStamp::came))) return true;
   }
   return peers_->is_asked_for_writes();
 }

@@ -16,6 +16,9 @@
 
 namespace zx {
 
+// How a wait ended: few are in the air; or it was in vain, since another rank waits for this one, or for too long.
+enum class WaitEnd : uint8_t { few, in_vain, too_long };
+
 // How long to wait while nothing is reduced: `least` in any case, and up to `most` unless `ends` says that it is in
 // vain.
 struct Patience {
@@ -63,7 +66,7 @@ class Airborne {
   }
 
   // See TwoWorkers.
-  bool await_all_but(int64_t most, const Patience& patience) {
+  WaitEnd await_all_but(int64_t most, const Patience& patience) {
     constexpr std::chrono::milliseconds kLookEach{100};
     const auto now = [] { return std::chrono::steady_clock::now(); };
     int64_t before = num_reduced_;
@@ -76,11 +79,12 @@ class Airborne {
         since = now();
       } else if (now() - since >= patience.least) {
         lock.unlock();
-        if (now() - since >= patience.most || patience.ends()) return false;
+        if (now() - since >= patience.most) return WaitEnd::too_long;
+        if (patience.ends()) return WaitEnd::in_vain;
         lock.lock();
       }
     }
-    return true;
+    return WaitEnd::few;
   }
 
   // Notes an error, if it is the first one.

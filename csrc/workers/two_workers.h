@@ -71,10 +71,9 @@ class TwoWorkers {
     });
   }
 
-  // Waits until at most `most` have not been reduced, or nothing will be reduced any more. Returns false if none is
-  // reduced, and the patience ends.
-  bool await_all_but(int64_t most, const Patience& patience) {
-    if (held_back_.on) return true;
+  // Waits until at most `most` have not been reduced, or nothing will be reduced any more. See Patience.
+  WaitEnd await_all_but(int64_t most, const Patience& patience) {
+    if (held_back_.on) return WaitEnd::few;
     check_may_wait("the reduction of flights");
     return airborne_.await_all_but(most, patience);
   }

@@ -345,6 +345,18 @@ def test_a_state_dict_of_a_wrapper_is_renamed(tmp_path: Path) -> None:
     assert has_loaded(model)
 
 
+@pytest.mark.parametrize("option", ["no checksums", "mmap"])
+def test_options_of_torch_change_nothing(tmp_path: Path, option: str) -> None:
+    from torch.utils.serialization import config
+
+    with config.patch("save.compute_crc32", False):
+        torch.save(source(), tmp_path / "x.pt")
+    model, optimizer = built(2)
+    with config.patch("load.mmap", option == "mmap"):
+        load_weights(optimizer, tmp_path / "x.pt")
+    assert has_loaded(model)
+
+
 def test_files_are_read_once_by_the_systems_count(tmp_path: Path) -> None:
     model = nn.Linear(2000, 2000)
     optimizer = FusedShardedAdam(model.parameters())

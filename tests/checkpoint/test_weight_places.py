@@ -169,6 +169,30 @@ def test_parts_of_what_the_model_does_not_have_are_unexpected(tmp_path: Path) ->
     assert same_bits(model.up.detach(), expected()["up"])  # type: ignore[union-attr]
 
 
+def test_parts_may_make_up_a_weight_whose_name_a_tensor_of_the_files_has(tmp_path: Path) -> None:
+    """Which is another weight's then."""
+    tensors = {"down": torch.ones(EXPERTS, WIDTH), **parts()}
+    del tensors["gate.weight"]
+    write_safetensors(tensors, tmp_path / "model.safetensors")
+    model, optimizer = built()
+    load_weights(optimizer, tmp_path, rename=change(down="gate.weight"))
+    assert same_bits(model.down.detach(), expected()["down"])  # type: ignore[union-attr]
+    assert bool((model.gate.weight == 1).all())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_eight_bits_with_scales_beside_them_are_no_values(tmp_path: Path, strict: bool) -> None:
+    """As DeepSeek's files have them."""
+    stored = {name: value.detach() for name, value in expected().items()}
+    stored |= {"gate.weight": stored["gate.weight"].to(torch.float8_e4m3fn), "gate.weight_scale_inv": torch.ones(1, 1)}
+    write_safetensors(stored, tmp_path / "model.safetensors")
+    _, optimizer = built()
+    with pytest.raises(
+        CheckpointError, match=r"mismatch for gate\.weight: torch\.float8_e4m3fn in the checkpoint, with "
+    ):
+        load_weights(optimizer, tmp_path, strict=strict)
+
+
 def test_parts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
     tensors = parts()
     write_safetensors({**tensors, "left": tensors["left"].half()}, tmp_path / "model.safetensors")

@@ -69,6 +69,11 @@ class Record(io.RawIOBase):
             raise ValueError(f"at byte {self.start} there is no tensor of {nbytes} bytes")
         return found[0]
 
+    def part(self, member: zipfile.ZipInfo) -> bytes:
+        """A small member, which is not compressed. Raises ValueError if the file ends before it."""
+        self.seek(self.start_of(member))
+        return self.read(member.file_size) or b""
+
     def start_of(self, member: zipfile.ZipInfo) -> int:
         """Where the bytes of a member of the archive start. Raises ValueError if the file ends before them."""
         self.seek(member.header_offset)

@@ -16,6 +16,7 @@ from zerox.ranks.calls import warn_caller
 
 New = str | tuple[str, Index] | None
 Rename = Callable[[str], New] | Mapping[str, New]
+SCALES = "_scale_inv", "_scale", "_scales"  # behind the name of what is stored in 8 bits
 COUNT = "num_batches_tracked"  # torch's old files lack it, and its load_state_dict() never misses it
 
 
@@ -71,12 +72,12 @@ def _placed(name: str, new: tuple[Any, ...]) -> Placed:
     )
 
 
-def matched(weights: Sequence[Weight], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[int, str]:
-    """By place among ``weights``, the name among ``tensors``. Where several names of a weight are there, the last
-    counts, as in torch's load_state_dict()."""
+def matched(weights: Sequence[Weight], stored: Mapping[str, Stored]) -> dict[int, str]:
+    """By place among ``weights``, which of its names is there. Of several the last counts, as in torch's
+    load_state_dict(). ``stored``: by name in the model."""
     found = {}
     for place, weight in enumerate(weights):
-        there = [names[name] for name in weight.names if name in names and names[name] in tensors]
+        there = [name for name in weight.names if name in stored]
         if there:
             found[place] = there[-1]
     return found
@@ -105,18 +106,29 @@ def say_extra_state(names: Collection[str]) -> None:
         )
 
 
-def misfits(weights: Sequence[Weight], names: Mapping[str, str], tensors: Mapping[str, Stored]) -> list[str]:
-    """Lines for tensors of another shape, and for complex ones that would have to become real, or the reverse."""
+def misfits(weights: Sequence[Weight], stored: Mapping[str, Stored], scales: Mapping[str, str]) -> list[str]:
+    """Lines for tensors of another shape, for complex ones that would have to become real or the reverse, and for 8-bit
+    ones with ``scales`` in the files, by which they would have to be multiplied."""
     found = []
     for weight in weights:
         for name in weight.names:
-            stored = tensors.get(names.get(name, ""))
-            if stored is not None and (line := _misfit(name, weight, stored)):
+            if name in stored and (line := _misfit(name, weight, stored[name], scales.get(name))):
                 found.append(line)
     return found
 
 
-def _misfit(name: str, weight: Weight, stored: Stored) -> str:
+def scales_of(names: Mapping[str, str], parts: Mapping[str, Sequence[Placed]], files: WeightFiles) -> dict[str, str]:
+    """By name in the model, what the files have of scales for its tensor, as of float8 weights."""
+    found = {}
+    for new, name in names.items():
+        sources = [each.name for each in parts[new]] if new in parts else [name]
+        there = [f"{each}{end}" for each in sources for end in SCALES if f"{each}{end}" in files.tensors]
+        if there:
+            found[new] = there[0]
+    return found
+
+
+def _misfit(name: str, weight: Weight, stored: Stored, scale: str | None) -> str:
     if stored.shape != weight.shape:
         return (
             f"size mismatch for {name}: copying a param with shape {torch.Size(stored.shape)} from checkpoint, the "
@@ -124,6 +136,11 @@ def _misfit(name: str, weight: Weight, stored: Stored) -> str:
         )
     if stored.dtype.is_complex != weight.dtype.is_complex:
         return f"dtype mismatch for {name}: {stored.dtype} in the checkpoint can't become {weight.dtype}."
+    if scale is not None and stored.dtype is not weight.dtype and stored.dtype.itemsize == 1:
+        return (
+            f"dtype mismatch for {name}: {stored.dtype} in the checkpoint, with scales in {scale} that zerox does not "
+            "apply. Load it with from_pretrained() once, which does."
+        )
     return ""
 
 

@@ -21,16 +21,17 @@ class Placed(NamedTuple):
     at: tuple[Any, ...]  # of int and slice, as weights are indexed
 
 
-def with_composed(
-    files: WeightFiles, parts: Mapping[str, Sequence[Placed]], weights: Sequence[Weight]
+def stored_as(
+    files: WeightFiles, names: Mapping[str, str], parts: Mapping[str, Sequence[Placed]], weights: Sequence[Weight]
 ) -> dict[str, Stored]:
-    """All tensors of the files, and those of the model that are made of several. ``parts``: by name in the model.
+    """By name in the model, the tensor of the files, or what is made of several. ``names``, ``parts``: of renamed().
 
     CheckpointError if such parts do not fit, or leave out some elements.
     """
     shapes = {name: weight.shape for weight in weights for name in weight.names}
-    known = [name for name in parts if name in shapes]
-    return {**files.tensors, **{name: _compose(name, shapes[name], parts[name], files) for name in known}}
+    found = {new: files.tensors[name] for new, name in names.items() if new not in parts and name in files.tensors}
+    made = {new: _compose(new, shapes[new], each, files) for new, each in parts.items() if new in shapes}
+    return found | made
 
 
 def _compose(name: str, shape: tuple[int, ...], parts: Sequence[Placed], files: WeightFiles) -> Stored:
@@ -54,7 +55,8 @@ def _compose(name: str, shape: tuple[int, ...], parts: Sequence[Placed], files: 
         numel = sum(math.prod(sizes) for _, sizes in places)
         raise CheckpointError(
             f"'{parts[0].name}' and {len(parts) - 1} more tensors of the files do not make up {name}: of its "
-            f"{math.prod(shape)} elements they have {numel}, or some twice"
+            f"{math.prod(shape)} elements they have {numel}, or some twice; or they are not cut along one "
+            "dimension after the other"
         )
     return Stored(dtypes.pop(), shape, tuple(chunks))
 

@@ -32,9 +32,10 @@ from zerox.checkpoint.weight_names import (
     missing,
     renamed,
     say_extra_state,
+    scales_of,
 )
 from zerox.checkpoint.weight_parts import Weight, held_by_others, model_of, weights_of
-from zerox.checkpoint.weight_places import Placed, with_composed
+from zerox.checkpoint.weight_places import Placed, stored_as
 from zerox.checkpoint.weight_reader import WeightReader
 from zerox.engine import Engine
 from zerox.optimizer.core import Core
@@ -87,13 +88,13 @@ def load_weights(
     try:
         with core.gather.updating():
             chosen = _choose(optimizer, files, rename, strict, ranks, failure)
-            loaded = [weight for weight, _ in chosen.pairs]
+            loaded = [weight for weight, *_ in chosen.pairs]
             with ranks.failing_together(failure):
                 check_homes(core, loaded)
                 # As they will lie once all is at home.
                 parts = {each.names: each.parts for each in weights_of(optimizer, chosen.model, at_home=True)}
-                for weight, name in chosen.pairs:
-                    reader.plan(name, chosen.tensors[name], parts[weight.names])
+                for weight, name, stored in chosen.pairs:
+                    reader.plan(name, stored, parts[weight.names])
             _read_all(core, path, ranks, loaded, reader)
         give_out_loaded(core, loaded)
         if not chosen.keys.missing_keys:
@@ -133,11 +134,10 @@ def _of_first(core: Core, ranks: Everyone, data: bytes, failure: str) -> bytes:
 
 
 class Chosen(NamedTuple):
-    """``pairs``: weights of the model with the name of what it gets among ``tensors``. ``keys``: what has none."""
+    """``pairs``: weights of the model, each with the tensor that it gets and the name of that. ``keys``: others."""
 
     model: nn.Module
-    tensors: dict[str, Stored]
-    pairs: list[tuple[Weight, str]]
+    pairs: list[tuple[Weight, str, Stored]]
     keys: LoadedKeys
 
 
@@ -148,14 +148,15 @@ def _choose(
     weights: list[Weight] = []
     names: dict[str, str] = {}
     parts: dict[str, list[Placed]] = {}
-    tensors: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
+    scales: dict[str, str] = {}
     known: set[str] = set()
     model = nn.Module()
     with ranks.failing_together(failure):
         model = model_of(optimizer)
         weights = weights_of(optimizer, model)
         names, parts = renamed(files, names_of_pretrained(model, files) if rename is None else rename)
-        tensors = with_composed(files, parts, weights)
+        stored, scales = stored_as(files, names, parts, weights), scales_of(names, parts, files)
         known = {name for weight in weights for name in weight.names} | held_by_others(optimizer, model)
     known = all_names(ranks, known, failure)
     named = repr([*sorted(names.items()), *sorted(parts.items())])
@@ -164,13 +165,13 @@ def _choose(
     with ranks.failing_together(failure):
         if any(each != told[0] for each in told):
             raise CheckpointError("ranks were given different arguments: rename= and strict= must be alike on all")
-        found = matched(weights, names, tensors)
+        found = matched(weights, stored)
         others = [name for name in names if name not in known and not is_extra_state(name)]
         keys = LoadedKeys(missing(weights, found), others)
-        complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, names, tensors))
+        complain(type(model).__name__, keys if strict else LoadedKeys([], []), misfits(weights, stored, scales))
         if ranks.rank == 0:
             say_extra_state(names)
-    return Chosen(model, tensors, [(weights[place], name) for place, name in found.items()], keys)
+    return Chosen(model, [(weights[place], names[name], stored[name]) for place, name in found.items()], keys)
 
 
 def _refuse(core: Core) -> None:

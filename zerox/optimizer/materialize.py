@@ -168,7 +168,7 @@ class Materializer:
                 self.unwritten[f"buffer '{name}'"] = buffer
             elif id(buffer) in ids:
                 self._note(name, buffer, "buffer")
-                if _torch.version_of(buffer) != ids[id(buffer)] and not has_nans(buffer):
+                if _torch.version_of(buffer) != ids[id(buffer)] and not may_be_nan(buffer):
                     self.unwritten.pop(f"buffer '{name}'", None)
 
     def _compare(self) -> None:
@@ -225,18 +225,18 @@ def in_memory(values: Tensor) -> Tensor:
     return values.as_strided((values.numel(),), (1,))
 
 
-def has_nans(values: Tensor) -> bool:
+def may_be_nan(values: Tensor) -> bool:
     """By its dtype."""
     return values.is_floating_point() or values.is_complex()
 
 
 def leave_unwritten(values: Tensor) -> None:
-    in_memory(values).view(torch.uint8).fill_(UNWRITTEN if has_nans(values) else UNWRITTEN_INTEGERS)
+    in_memory(values).view(torch.uint8).fill_(UNWRITTEN if may_be_nan(values) else UNWRITTEN_INTEGERS)
 
 
 def has_unwritten(flat: Tensor) -> bool:
     """Whether some elements are as memory is that nobody wrote; of integers and bools whether all are."""
-    if not has_nans(flat):
+    if not may_be_nan(flat):
         parts = flat.view(torch.uint8).split(CHUNK)
         return flat.numel() > 0 and all(bool((part == UNWRITTEN_INTEGERS).all()) for part in parts)
     bits = flat.view(BITS.get(flat.itemsize, torch.int64))
