@@ -27,7 +27,7 @@ from zerox.options import (
 )
 from zerox.plan.choices import A_SUBGROUP, MASKS, SPARSITY, SUBGROUP
 from zerox.plan.plan import Plan
-from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
+from zerox.plan.rank_bytes import Site, flow_of, heaviest_shard, parameter_bytes, peak_of, state_bytes
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.model_axes import axes_of
 from zerox.ranks.process_group import ALONE, check_group, choose_group
@@ -86,7 +86,9 @@ def estimate(
     words = {"rule": rule, **options}
     training.check_pairs(words)
     masked = training.masked([masks] if isinstance(masks, str) else masks, words)
-    return _summed(training.plan(), training.site(), chosen.resident_mb, masked, of_own)
+    plan = training.plan()
+    site = dataclasses.replace(training.site(), shard=heaviest_shard(plan))
+    return _summed(plan, site, chosen.resident_mb, masked, of_own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
                                              const Locked& lock) const {
   auto flight = std::make_shared<Flight>();
   flight->bucket = bucket;
-  const int64_t shard_numel = bucket->shard_numel;
+  const Shards& shards = bucket->shards;
   std::vector<int64_t> pieces;
   std::vector<int64_t> flags;
   std::vector<int64_t> segments_before(bucket->subgroup.world,
@@ -70,19 +70,18 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
     flight->adds |= stood && !taken.replace;
     const bool is_zero_copy = static_cast<int64_t>(flight->zero_copy.size()) < bucket->num_zero_copy;
     if (is_zero_copy) flight->zero_copy.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));
-    const int64_t first_rank = slot.offset / shard_numel;
-    const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
-    for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
+    for (int64_t rank = shards.rank_of(slot.offset); rank < bucket->subgroup.world && bucket->owns_part_of(slot, rank);
+         ++rank) {
       // Where the slice would start in `flat`, if its zero-copy part were there too.
-      const int64_t packed = bucket->packed_start(rank) - bucket->zero_copy_numel(rank);
-      const int64_t flag = packed + shard_numel + 2 * segments_before[rank]++;
+      const int64_t packed = shards.packed_start(rank) - shards.zero_copy_numel(rank);
+      const int64_t flag = packed + shards.numel(rank) + 2 * segments_before[rank]++;
       if (taken.present) flags.push_back(flag);
       if (taken.replace) flags.push_back(flag + 1);
       if (!taken.source.defined() || slot.numel() == 0 || is_zero_copy) continue;
-      const int64_t start = std::max(slot.offset, rank * shard_numel);
-      const int64_t stop = std::min(slot.offset + slot.numel(), (rank + 1) * shard_numel);
+      const int64_t start = std::max(slot.offset, shards.start(rank));
+      const int64_t stop = std::min(slot.offset + slot.numel(), shards.stop(rank));
       pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
-                                   packed + start - rank * shard_numel, stop - start});
+                                   packed + start - shards.start(rank), stop - start});
     }
     if (taken.source.defined() && !is_zero_copy) flight->sources.push_back(std::move(taken.source));
   }
