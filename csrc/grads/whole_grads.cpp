@@ -69,7 +69,7 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_zero_copy) 
   const int64_t packed_start = num_zero_copy > 0 ? bucket.shards.zero_copy_numel(rank) : 0;  // in the shard
   std::vector<at::Tensor> found;
   std::vector<at::Tensor> sources;
-  std::vector<int64_t> pieces;
+  std::vector<PieceRow> pieces;
   // Pinned for a CUDA device, so that nothing waits for the copy.
   at::Tensor present = at::empty_like(
       bucket.reduced.present, bucket.reduced.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
@@ -90,14 +90,14 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_zero_copy) 
       continue;
     }
     if (!grad.defined() || start >= stop) continue;
-    pieces.insert(pieces.end(), {static_cast<int64_t>(sources.size()), start - slot.offset,
-                                 start - first - packed_start, stop - start});
+    pieces.push_back(
+        {static_cast<int64_t>(sources.size()), start - slot.offset, start - first - packed_start, stop - start});
     sources.push_back(grad);
   }
   bucket.reduced.present.copy_(present, /*non_blocking=*/true);
   const auto options = bucket.flat.options().dtype(bucket.grad_dtype);
   at::Tensor packed = at::empty({bucket.own_numel() - packed_start}, options);
-  ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
+  ops::flatten_(packed, sources, to_table(pieces), to_table({}, 1));
   found.push_back(std::move(packed));
   return found;
 }
