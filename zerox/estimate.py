@@ -31,7 +31,7 @@ from zerox.options import (
 from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP
 from zerox.plan.materialize import most_open
 from zerox.plan.plan import Plan
-from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
+from zerox.plan.rank_bytes import Site, flow_of, heaviest_shard, parameter_bytes, peak_of, state_bytes
 from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.ranks.exchange import default_exchange
 from zerox.ranks.model_axes import axes_of
@@ -94,8 +94,9 @@ def estimate(
     training.check_pairs(words)
     masked = training.masked([masks] if isinstance(masks, str) else masks, words)
     plan = training.plan()
-    open_bytes = training.most_open(plan, options.get("model"), options.get("init"))
-    return _summed(plan, training.site(), chosen.resident_mb, masked, of_own, open_bytes)
+    site = dataclasses.replace(training.site(), shard=heaviest_shard(plan))
+    most_open = training.most_open(plan, options.get("model"), options.get("init"))
+    return _summed(plan, site, chosen.resident_mb, masked, of_own, most_open)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +183,9 @@ class _Training:
     def check_pairs(self, words: Mapping[str, Any]) -> None:
         """Raises for options that don't go together, and for what is no table. ``words``: the constructor's options."""
         facts = self.facts(self.dense)
-        dense = [self.ours[place][1] for place in self.dense]
-        for tensors, group in [
-            *(([tensor], group) for _, tensor, group in self.tables),
-            *([(dense, {})] if dense else []),
-        ]:
+        of_tables: list[Any] = [([tensor], group) for _, tensor, group in self.tables]
+        of_dense = [([self.ours[place][1] for place in self.dense], {})] if self.dense else []
+        for tensors, group in of_tables + of_dense:
             own = {name: value for name, value in group.items() if name != "params"}
             on_meta = words.get("model") is not None and any(tensor.is_meta for tensor in tensors)
             own_facts = {**facts, FIRST_VALUES: {ON_META if on_meta else "in memory"}}
@@ -227,8 +226,7 @@ class _Training:
         return Site(self.chosen.stage_plan, self.backend, ranks.world_size, near, on_host, self.exchange, ranks.mesh)
 
     def most_open(self, plan: Plan, model: torch.nn.Module | None, init: Init | None) -> int | None:
-        """Bytes of buckets that are whole at a time while parameters on meta get their values; None if none is there.
-        Raises as the constructor."""
+        """Bytes of buckets that are whole at a time while parameters on meta get their values. Raises as there."""
         members = [Member(name, tensor, place, place) for place, (name, tensor, _) in enumerate(self.ours)]
         check_asked(model, init, members)
         if model is None or not any(member.param.is_meta for member in members):

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, pl
 from zerox.plan.choices import CHOICES, FUSED, SHARDED
 from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT16, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
+from zerox.plan.owners import Load
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
 from zerox.ranks.exchange import EXCHANGES
@@ -39,8 +40,16 @@ MASTER_SPECS = {"remainder": REMAINDER, "fp32": MASTER}
 MASTER_WEIGHTS = ("auto", *MASTER_SPECS, None)
 
 
-# Name, (local) tensor, name of its rule, its gradient's divisor, and the model axes that it is replicated over.
-Planned = tuple[str, Tensor, str, float | None, tuple[int, ...]]
+class Planned(NamedTuple):
+    """A (local) tensor, the name of its rule, its gradient's divisor, and the model axes that it is replicated over.
+    ``cost``: as ParamSpec has it."""
+
+    name: str
+    param: Tensor
+    rule: str = ""
+    divisor: float | None = None
+    replicated_over: tuple[int, ...] = ()
+    cost: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,14 +152,16 @@ class OptimizerOptions:
         form = STATE_FORMS[self.state_dtype]
         return FLOAT32 if form.scaled and param.numel() < SMALL_NUMEL else form
 
-    def plan(self, params: Iterable[Planned], backend: str, world_size: int) -> list[BucketPlan]:
+    def plan(
+        self, params: Iterable[Planned], backend: str, world_size: int, loads: Sequence[Load] | None = None
+    ) -> list[BucketPlan]:
         specs = []
-        for name, param, rule, divisor, over in params:
+        for name, param, rule, divisor, over, cost in params:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
             form = self.state_form(param)
-            of_plan = form, grads, rule, divisor, over, param.is_meta
+            of_plan = form, grads, rule, divisor, over, param.is_meta, cost
             specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), *of_plan))
-        return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
+        return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size), loads)
 
 
 @dataclass(frozen=True)

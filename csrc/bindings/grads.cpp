@@ -242,10 +242,20 @@ void remember_class(const at::Tensor& placeholder) {
 int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
                    const std::vector<at::Tensor>& locals, const std::vector<at::Tensor>& homes, at::Tensor flat,
                    const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
-                   at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
-                   at::Tensor segments, int64_t num_zero_copy, double divisor, const Subgroup& subgroup) {
-  BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype, divisor,
-                  shard_numel, trailer_numel,   std::move(segments), subgroup,   num_zero_copy};
+                   at::ScalarType wire_dtype, at::ScalarType grad_dtype, std::vector<int64_t> shard_starts,
+                   int64_t trailer_numel, at::Tensor segments, int64_t num_zero_copy,
+                   std::vector<int64_t> zero_copy_numels, double divisor, const Subgroup& subgroup) {
+  Shards shards(std::move(shard_starts), trailer_numel);
+  BucketSpec spec{{},
+                  std::move(flat),
+                  wire_dtype,
+                  grad_dtype,
+                  divisor,
+                  std::move(shards),
+                  std::move(segments),
+                  subgroup,
+                  num_zero_copy,
+                  std::move(zero_copy_numels)};
   if (placeholders && !placeholders->empty()) remember_class(placeholders->front());
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
@@ -285,8 +295,8 @@ void bind_manager(py::module_& m) {
            py::arg("options"))
       .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("locals"), py::arg("homes"),
            py::arg("flat"), py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
-           py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_zero_copy"),
-           py::arg("divisor"), py::arg("subgroup"))
+           py::arg("shard_starts"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_zero_copy"),
+           py::arg("zero_copy_numels"), py::arg("divisor"), py::arg("subgroup"))
       .def("add_subgroup", &add_subgroup, py::arg("axis"), py::arg("failure_detector"), Release())
       .def_property_readonly("backward", &BucketManager::backward)
       .def_property_readonly("flights", &BucketManager::flights)

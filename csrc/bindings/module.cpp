@@ -14,8 +14,8 @@
 // Notation: there are W ranks. A shard has n elements, and s segments, which are parts of parameters.
 TORCH_LIBRARY(zerox, m) {
   // flat[piece.flat_start : + numel] = sources[piece.source][piece.source_start : + numel], cast to flat's dtype, for
-  // each row (source, source_start, flat_start, numel) of `pieces`. Rows are in the order of flat_start. flat[flags] =
-  // 1, and all other elements are 0.
+  // each row (source, source_start, flat_start, numel) of `pieces`. Rows are in the order of flat_start, and `flags`
+  // ascend. flat[flags] = 1, and all other elements are 0.
   m.def("flatten_(Tensor(a!) flat, Tensor[] sources, Tensor pieces, Tensor flags) -> ()");
   // Reads the flags after the shard in each slice into uint8 [s]: replaced if any slice says so; present if any slice
   // says so, or if it was before and is not replaced.

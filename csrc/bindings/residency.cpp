@@ -109,10 +109,11 @@ void bind_residency(py::module_& m) {
           py::arg("nbytes"), py::arg("device"), Release())
       .def(
           "add",
-          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
-            return self->add(std::move(name), std::move(room), std::move(shard), is_served);
+          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard,
+             const std::vector<int64_t>& shard_starts, bool is_served) {
+            return self->add(std::move(name), std::move(room), std::move(shard), shard_starts, is_served);
           },
-          py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("is_served"), Release())
+          py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("shard_starts"), py::arg("is_served"), Release())
       .def(
           "make_table_room",
           [](Residency& self, size_t bytes, at::Device device) { return self.make_table_room(bytes, device); },
@@ -197,8 +198,8 @@ void bind_residency(py::module_& m) {
           "begin_handover",
           [](Residency& self, const std::vector<int64_t>& buckets) { return self->handover().begin(buckets); },
           py::arg("buckets"), Release())
-      .def("take", &Residency::take, py::arg("source"), py::arg("bucket"), py::arg("name"), py::arg("is_served"),
-           Release())
+      .def("take", &Residency::take, py::arg("source"), py::arg("bucket"), py::arg("name"), py::arg("shard_starts"),
+           py::arg("is_served"), Release())
       .def(
           "end_handover", [](Residency& self) { self->handover().end(); }, Release())
       .def("let_shards_go", &Residency::let_shards_go, Release())

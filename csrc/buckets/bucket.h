@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "buckets/address.h"
+#include "buckets/shards.h"
 #include "torch_internals.h"
 
 namespace zx {
@@ -188,7 +189,7 @@ struct Slot {
 // This rank's shard of a bucket's reduced gradient, which is the ranks' sum by `divisor`. It is written where flights
 // are reduced, and read after Flights::await_all().
 struct ReducedShard {
-  at::Tensor shard;  // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless keeps_shard
+  at::Tensor shard;  // [own_numel()] of the wire's dtype; undefined while it holds nothing, unless keeps_shard
   std::vector<at::Tensor> by_part;  // or these, one per part: see Note [Alone, gradients stay where they are]
   at::Tensor present;               // uint8 [n]: which segments have a gradient, on any rank
   at::Tensor replaced;              // uint8 [n]: scratch of the last reduction
@@ -233,13 +234,12 @@ struct Subgroup {
 
 struct Bucket {
   int64_t index;
-  std::vector<Slot> slots;  // by offset
+  std::vector<Slot> slots;  // in each shard by offset
   at::Tensor flat;          // the buffer that the parameters lie in
   Subgroup subgroup{};
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of whole gradients, and of local ones unless another dtype was put there by hand
-  int64_t shard_numel;        // of each rank, without flags
-  int64_t trailer_numel;      // elements for the flags after each shard on the wire
+  Shards shards{};
   OwnShard own{};
 
   ReducedShard reduced;
@@ -251,23 +251,13 @@ struct Bucket {
   // Whether some of the slot's elements lie in `rank`'s shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {
     const int64_t last = slot.numel() == 0 ? slot.offset : slot.offset + slot.numel() - 1;
-    return slot.offset / shard_numel <= rank && rank <= last / shard_numel;
+    return slot.offset < shards.stop(rank) && shards.start(rank) <= last;
   }
   // Whether whole gradients can hold every value of the shard, which has the wire's dtype.
   bool whole_grads_hold_shard() const { return c10::promoteTypes(grad_dtype, wire_dtype) == grad_dtype; }
-  int64_t slice_numel() const { return shard_numel + trailer_numel; }
-  // The end of the zero-copy slots in the bucket.
-  int64_t zero_copy_end() const {
-    return num_zero_copy == 0 ? 0 : slots[num_zero_copy - 1].offset + slots[num_zero_copy - 1].numel();
-  }
-  // How many elements of a rank's slice zero-copy slots take. The packed elements lie after them.
-  int64_t zero_copy_numel(int64_t rank) const {
-    return std::clamp<int64_t>(zero_copy_end() - rank * shard_numel, 0, shard_numel);
-  }
-  // The start of the packed part of a rank's slice in a flight's `flat`; for rank = world, the end of `flat`.
-  int64_t packed_start(int64_t rank) const {
-    return rank * slice_numel() - std::min(zero_copy_end(), rank * shard_numel);
-  }
+  // Elements of this rank's shard, and with flags of each slice that comes here.
+  int64_t own_numel() const { return shards.numel(subgroup.rank); }
+  int64_t own_slice_numel() const { return shards.slice_numel(subgroup.rank); }
   std::string describe() const;  // "bucket 3 (wte.weight, ...)"
 };
 

@@ -13,13 +13,16 @@ class AloneExchange final : public Exchange {
                                 int64_t /*most*/) override {
     return nullptr;
   }
-  std::shared_ptr<Pending> scatter(const at::Tensor& /*flat*/, const at::Tensor& /*received*/) override {
+  bool takes_unequal() const override { return true; }
+  std::shared_ptr<Pending> scatter(const at::Tensor& /*flat*/, const at::Tensor& /*received*/,
+                                   at::IntArrayRef /*starts*/) override {
     return nullptr;
   }
-  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& /*received*/) const override {
+  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& /*received*/,
+                                 at::IntArrayRef /*starts*/) const override {
     return {flat};
   }
-  std::shared_ptr<Pending> gather(const at::Tensor& /*flat*/) override { return nullptr; }
+  std::shared_ptr<Pending> gather(const at::Tensor& /*flat*/, at::IntArrayRef /*starts*/) override { return nullptr; }
 };
 
 }  // namespace

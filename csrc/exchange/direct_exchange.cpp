@@ -117,6 +117,7 @@ class DirectExchange final : public Exchange {
   }
 
   bool sends_messages() const override { return true; }
+  bool takes_unequal() const override { return true; }
 
   bool reads(int rank) const override { return rank != this->rank() && neighbours_.has(rank); }
 
@@ -134,37 +135,39 @@ class DirectExchange final : public Exchange {
     return pending;
   }
 
-  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received,
+                                   at::IntArrayRef starts) override {
     std::vector<Messages> sent(world());
     std::vector<Messages> expected(world());
     int64_t place = 0;
     for (int peer = 0; peer < world(); ++peer) {
-      sent[peer] = {slice(flat, peer, world())};
-      if (peer != rank() && !reads(peer)) expected[peer] = {slice(received, place++, num_received())};
+      sent[peer] = {slice(flat, peer, starts)};
+      if (peer != rank() && !reads(peer)) expected[peer] = {part(received, place++, num_received())};
     }
     return send(sent, expected, 1);
   }
 
-  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const override {
+  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received,
+                                 at::IntArrayRef starts) const override {
     std::vector<at::Tensor> slices;
     int64_t place = 0;
     for (int peer = 0; peer < world(); ++peer) {
       if (reads(peer)) {
         slices.emplace_back();
       } else {
-        slices.push_back(peer == rank() ? slice(flat, peer, world()) : slice(received, place++, num_received()));
+        slices.push_back(peer == rank() ? slice(flat, peer, starts) : part(received, place++, num_received()));
       }
     }
     return slices;
   }
 
-  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
+  std::shared_ptr<Pending> gather(const at::Tensor& flat, at::IntArrayRef starts) override {
     std::vector<Messages> sent(world());
     std::vector<Messages> received(world());
     Messages places(world());
     for (int peer = 0; peer < world(); ++peer) {
-      sent[peer] = {slice(flat, rank(), world())};
-      received[peer] = {slice(flat, peer, world())};
+      sent[peer] = {slice(flat, rank(), starts)};
+      received[peer] = {slice(flat, peer, starts)};
       if (reads(peer)) places[peer] = received[peer][0];
     }
     auto pending = std::make_shared<GatherPending>(comm_, neighbours_, gather_log_);

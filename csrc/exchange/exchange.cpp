@@ -29,11 +29,13 @@ constexpr const char* kScattersNothing = "this exchange scatters nothing";
 
 int64_t Exchange::num_received() const { TORCH_INTERNAL_ASSERT(false, kScattersNothing); }
 
-std::shared_ptr<Pending> Exchange::scatter(const at::Tensor& /*flat*/, const at::Tensor& /*received*/) {
+std::shared_ptr<Pending> Exchange::scatter(const at::Tensor& /*flat*/, const at::Tensor& /*received*/,
+                                           at::IntArrayRef /*starts*/) {
   TORCH_INTERNAL_ASSERT(false, kScattersNothing);
 }
 
-std::vector<at::Tensor> Exchange::to_sum(const at::Tensor& /*flat*/, const at::Tensor& /*received*/) const {
+std::vector<at::Tensor> Exchange::to_sum(const at::Tensor& /*flat*/, const at::Tensor& /*received*/,
+                                         at::IntArrayRef /*starts*/) const {
   TORCH_INTERNAL_ASSERT(false, kScattersNothing);
 }
 
@@ -45,9 +47,13 @@ std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
 Exchange::Exchange(Communicator comm)
     : comm_(std::move(comm)), rank_(comm_.group->getRank()), world_(comm_.group->getSize()) {}
 
-at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
-  const int64_t numel = flat.numel() / count;
-  return flat.narrow(0, index * numel, numel);
+at::Tensor Exchange::slice(const at::Tensor& flat, int rank, at::IntArrayRef starts) {
+  return flat.narrow(0, starts[rank] - starts[0], starts[rank + 1] - starts[rank]);
+}
+
+at::Tensor Exchange::part(const at::Tensor& received, int64_t index, int64_t count) {
+  const int64_t numel = received.numel() / count;
+  return received.narrow(0, index * numel, numel);
 }
 
 void Exchange::count_sent(const at::Tensor& message) {
@@ -57,17 +63,18 @@ void Exchange::count_sent(const at::Tensor& message) {
 
 namespace {
 
+// Of slices that are equal: BucketManager::add_bucket() makes no others for it.
 class CollectiveExchange : public Exchange {
  public:
   using Exchange::Exchange;
 
-  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
+  std::shared_ptr<Pending> gather(const at::Tensor& flat, at::IntArrayRef starts) override {
     count_collective(flat);
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
     static const auto op = internals::find_operator<Op>(internals::kAllGather);
     at::Tensor output = unknown_to_python(flat);
-    at::Tensor input = unknown_to_python(slice(flat, rank(), world()));
+    at::Tensor input = unknown_to_python(slice(flat, rank(), starts));
     return started([&] { return std::get<1>(op.call(output, input, comm_.group, true, -1)); });
   }
 
@@ -80,7 +87,7 @@ class CollectiveExchange : public Exchange {
 
   // A ring, like an all-to-all, moves as many slices through each rank as there are other ranks.
   void count_collective(const at::Tensor& flat) {
-    for (int step = 1; step < world(); ++step) count_sent(slice(flat, 0, world()));
+    for (int step = 1; step < world(); ++step) count_sent(part(flat, 0, world()));
   }
 };
 
@@ -90,7 +97,8 @@ class NativeExchange final : public CollectiveExchange {
 
   int64_t num_received() const override { return 1; }
 
-  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received,
+                                   at::IntArrayRef /*starts*/) override {
     count_collective(flat);
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
@@ -102,7 +110,8 @@ class NativeExchange final : public CollectiveExchange {
     return started([&] { return std::get<1>(op.call(output, input, comm_.group, sum, true, -1)); });
   }
 
-  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
+  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received,
+                                 at::IntArrayRef /*starts*/) const override {
     return {received};
   }
 };
@@ -115,7 +124,8 @@ class AllToAllExchange final : public CollectiveExchange {
 
   int64_t num_received() const override { return world(); }
 
-  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received,
+                                   at::IntArrayRef /*starts*/) override {
     count_collective(flat);
     using Op = c10::intrusive_ptr<c10d::Work>(at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                                               std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
@@ -125,9 +135,10 @@ class AllToAllExchange final : public CollectiveExchange {
     return started([&] { return op.call(output, input, comm_.group, {}, {}, true, -1); });
   }
 
-  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
+  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received,
+                                 at::IntArrayRef /*starts*/) const override {
     std::vector<at::Tensor> slices;
-    for (int peer = 0; peer < world(); ++peer) slices.push_back(slice(received, peer, world()));
+    for (int peer = 0; peer < world(); ++peer) slices.push_back(part(received, peer, world()));
     return slices;
   }
 };

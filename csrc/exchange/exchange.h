@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <memory>
 #include <string>
@@ -35,7 +36,8 @@ class Pending {
   std::vector<Awaited> works_;  // unchanged once others may abort them
 };
 
-// A flat buffer holds `world` slices of equal length; slice r belongs to rank r.
+// A flat buffer holds `world` slices, of which slice r belongs to rank r. `starts` says where each one begins, and
+// where the last one ends: counted from the first, so that a part of such a list is one of a part of the buffer.
 class Exchange {
  public:
   explicit Exchange(Communicator comm);
@@ -56,6 +58,9 @@ class Exchange {
   // Whether send() is supported: single messages, sent from and received into the places where they lie.
   virtual bool sends_messages() const { return false; }
 
+  // Whether slices may differ in length: then another rank's is not as long as this one's.
+  virtual bool takes_unequal() const { return false; }
+
   // Functions that start something return what to wait for; null if everything has arrived already.
 
   // Starts sending each message of `sent[r]` to rank r, and receiving `received[r]` from it. `most`, the same on all
@@ -72,20 +77,23 @@ class Exchange {
   virtual int64_t num_received() const;
 
   // Starts moving every rank's slice of `flat` to its owner. This rank's slices arrive in `received`.
-  virtual std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received);
+  virtual std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received, at::IntArrayRef starts);
 
   // After the wait: the slices whose sum is the reduced slice, in rank order; undefined for a rank whose slice is to be
   // read.
-  virtual std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const;
+  virtual std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received,
+                                         at::IntArrayRef starts) const;
 
   // Starts sending this rank's slice of `flat` to all others, and receiving theirs in place.
-  virtual std::shared_ptr<Pending> gather(const at::Tensor& flat) = 0;
+  virtual std::shared_ptr<Pending> gather(const at::Tensor& flat, at::IntArrayRef starts) = 0;
 
  protected:
   Exchange(int rank, int world) : rank_(rank), world_(world) {}  // without a group
   Exchange(Communicator comm, int rank, int world) : comm_(std::move(comm)), rank_(rank), world_(world) {}
   Exchange(const Exchange& other) : Exchange(Communicator(other.comm_)) {}  // the same ranks
-  at::Tensor slice(const at::Tensor& flat, int64_t index, int64_t count) const;
+  static at::Tensor slice(const at::Tensor& flat, int rank, at::IntArrayRef starts);
+  // One of `count` slices that came to one rank, which are equal.
+  static at::Tensor part(const at::Tensor& received, int64_t index, int64_t count);
   void count_sent(const at::Tensor& message);
 
   Communicator comm_;

@@ -62,29 +62,32 @@ class HostExchange final : public Exchange {
   std::vector<const Traffic*> traffic() const override { return on_host_->traffic(); }
   bool waits_on_host() const override { return true; }
   int64_t num_received() const override { return on_host_->num_received(); }
+  bool takes_unequal() const override { return on_host_->takes_unequal(); }
 
-  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received,
+                                   at::IntArrayRef starts) override {
     const at::Tensor host_flat = host_like(flat);
     const at::Tensor host_received = host_like(received);
     host_flat.copy_(flat, /*non_blocking=*/true);
     wait_for_current_stream(flat.device());
-    auto pending = on_host_->scatter(host_flat, host_received);
+    auto pending = on_host_->scatter(host_flat, host_received, starts);
     return std::make_shared<StagedPending>(std::move(pending), host_flat,
                                            StagedPending::Copies{{host_received, received}});
   }
 
-  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const override {
-    return on_host_->to_sum(flat, received);
+  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received,
+                                 at::IntArrayRef starts) const override {
+    return on_host_->to_sum(flat, received, starts);
   }
 
-  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
+  std::shared_ptr<Pending> gather(const at::Tensor& flat, at::IntArrayRef starts) override {
     const at::Tensor host_flat = host_like(flat);
-    slice(host_flat, rank(), world()).copy_(slice(flat, rank(), world()), /*non_blocking=*/true);
+    slice(host_flat, rank(), starts).copy_(slice(flat, rank(), starts), /*non_blocking=*/true);
     wait_for_current_stream(flat.device());
-    auto pending = on_host_->gather(host_flat);
+    auto pending = on_host_->gather(host_flat, starts);
     StagedPending::Copies copies;
     for (int peer = 0; peer < world(); ++peer) {
-      if (peer != rank()) copies.emplace_back(slice(host_flat, peer, world()), slice(flat, peer, world()));
+      if (peer != rank()) copies.emplace_back(slice(host_flat, peer, starts), slice(flat, peer, starts));
     }
     return std::make_shared<StagedPending>(std::move(pending), host_flat, std::move(copies));
   }

@@ -19,6 +19,13 @@ std::shared_ptr<Exchange> exchange_over(const BucketManager::Axes& axes) {
   return std::make_shared<TwoLevelExchange>(axes[0], axes[1]);
 }
 
+void check_shards(const BucketSpec& spec, const Exchange& exchange) {
+  TORCH_CHECK_VALUE(spec.shards.are_equal() || exchange.takes_unequal(), "zerox: parameter '", spec.slots.front().name,
+                    "' and others of its bucket must each lie whole on one rank, so the ranks' shards differ in "
+                    "length, and the backend's own collectives move equal ones: use gloo, without "
+                    "ZEROX_EXCHANGE=native");
+}
+
 }  // namespace
 
 // What moves gradients does not ask whether there are other ranks, or axes: each is made here for one case.
@@ -50,20 +57,20 @@ int64_t BucketManager::add_subgroup(std::shared_ptr<Exchange> exchange) {
 }
 
 int64_t BucketManager::add_bucket(BucketSpec spec) {
+  check_shards(spec, *exchanges_->at(spec.subgroup.exchange));
   auto bucket = std::make_shared<Bucket>();
   bucket->index = static_cast<int64_t>(buckets_->all.size());
   bucket->flat = std::move(spec.flat);
   bucket->subgroup = spec.subgroup;
   bucket->wire_dtype = spec.wire_dtype;
   bucket->grad_dtype = spec.grad_dtype;
-  bucket->shard_numel = spec.shard_numel;
-  bucket->trailer_numel = spec.trailer_numel;
+  bucket->shards = std::move(spec.shards);
   bucket->own.segments = std::move(spec.segments);
   ReducedShard& reduced = bucket->reduced;
   reduced.divisor = spec.divisor;
   reduced.keeps_shard = keeps_shards_;
   if (reduced.keeps_shard) {
-    reduced.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
+    reduced.shard = at::zeros({bucket->own_numel()}, bucket->flat.options().dtype(bucket->wire_dtype));
   }
   const auto bytes = bucket->own.segments.options().dtype(at::kByte);
   reduced.present = at::zeros({bucket->own.segments.size(0)}, bytes);
@@ -79,7 +86,10 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
     bucket->slots.back().whole.unsent = slot.param.grad().defined();
   }
   const Reduction& reduction = flights_->reduction();
-  if (reduction.takes_zero_copy(*bucket)) bucket->num_zero_copy = spec.num_zero_copy;
+  if (reduction.takes_zero_copy(*bucket)) {
+    bucket->num_zero_copy = spec.num_zero_copy;
+    bucket->shards.set_zero_copy(std::move(spec.zero_copy_numels));
+  }
   bucket->own.parts = parts_of(*bucket, bucket->subgroup.rank, reduction.most_in_a_part(*bucket));
   backward_->add(bucket);
   params_->forget_order();

@@ -34,15 +34,17 @@ struct SlotSpec {
 
 struct BucketSpec {
   std::vector<SlotSpec> slots;
-  at::Tensor flat;  // [world * shard_numel], the buffer that the parameters lie in
+  at::Tensor flat;  // [shards.numel()], the buffer that the parameters lie in
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of p.grad
   double divisor;
-  int64_t shard_numel;
-  int64_t trailer_numel;
+  Shards shards;
   at::Tensor segments;
   Subgroup subgroup;
-  int64_t num_zero_copy;  // how many slots are zero-copy, the first ones: see Note [Zero-copy from the gradient]
+  // How many slots are zero-copy, the first ones, and how many elements of each shard: see Note [Zero-copy from the
+  // gradient].
+  int64_t num_zero_copy;
+  std::vector<int64_t> zero_copy_numels;
 };
 
 struct ManagerOptions {

@@ -40,9 +40,9 @@ struct Flight {
   Produced produced{};
   std::optional<c10::Event> packed{};
   // From packed to reduced.
-  at::Tensor flat{};        // [world * slice_numel], less what is zero-copy
-  at::Tensor received{};    // [num_received * slice_numel]
-  at::Tensor inner_sums{};  // [outer world * slice_numel], sums over the inner axis: see Note [Two levels]
+  at::Tensor flat{};        // the slices of all ranks, less what is zero-copy
+  at::Tensor received{};    // [num_received * own_slice_numel()], on a mesh of slices of a column of owners
+  at::Tensor inner_sums{};  // the slices of that column, sums over the inner axis: see Note [Two levels]
   std::shared_ptr<Pending> pending{};
 
   std::string describe() const { return bucket->describe(); }

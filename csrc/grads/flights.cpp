@@ -55,7 +55,7 @@ Flights::Flights(std::shared_ptr<Reduction> reduction, c10::Device device, bool 
 void Flights::launch(std::shared_ptr<Flight> flight) {
   if (streams_) streams_->free_gradients(/*keep=*/kUnpacked);
   const Bucket& bucket = *flight->bucket;
-  const int64_t numel = flight->adds ? bucket.slice_numel() : bucket.packed_start(1);
+  const int64_t numel = flight->adds ? bucket.own_slice_numel() : bucket.shards.packed_start(1);
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
   workers_.launch(std::move(flight), /*small=*/reduction_->is_local(bucket) && !streams_ && bytes <= kSmallBytes);
 }
@@ -94,7 +94,7 @@ void Flights::pack(Flight& flight) {
     const Range range("pack", bucket.index);
     const Doing doing([&bucket] { return "the exchange of the gradients of " + bucket.describe(); }, true);
     const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
-    flight.flat = at::empty({bucket.packed_start(bucket.subgroup.world)}, options);
+    flight.flat = at::empty({bucket.shards.packed_start(bucket.subgroup.world)}, options);
     ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
     if (streams_ && workers_.has_threads()) {
       streams_->synchronize_pack();

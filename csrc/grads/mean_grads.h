@@ -131,7 +131,7 @@ class MeanGrads {
 
   // ---- for step(), after Synchronizer::sync()
 
-  // This rank's shard of the mean [shard_numel]; undefined while no slot has a gradient.
+  // This rank's shard of the mean [Bucket::own_numel()]; undefined while no slot has a gradient.
   virtual at::Tensor shard(int64_t bucket) = 0;
   // The same shard as one tensor for each of parts(), not copied; undefined if a part has no gradient. Empty if the
   // shard is one tensor.

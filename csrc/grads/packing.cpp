@@ -19,6 +19,12 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
   return columns > 1 ? table.view({count / columns, columns}) : table;
 }
 
+at::Tensor to_table(const std::vector<PieceRow>& rows) {
+  std::vector<int64_t> numbers;
+  for (const PieceRow& row : rows) numbers.insert(numbers.end(), row.begin(), row.end());
+  return to_table(numbers, static_cast<int64_t>(PieceRow().size()));
+}
+
 at::Tensor in_order_of(const at::Tensor& grad, const Home& home) {
   const at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
   return home.has_order_of(plain) ? plain : at::empty_like(home.view, plain.options()).copy_(plain);
@@ -57,8 +63,8 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
                                              const Locked& lock) const {
   auto flight = std::make_shared<Flight>();
   flight->bucket = bucket;
-  const int64_t shard_numel = bucket->shard_numel;
-  std::vector<int64_t> pieces;
+  const Shards& shards = bucket->shards;
+  std::vector<PieceRow> pieces;
   std::vector<int64_t> flags;
   std::vector<int64_t> segments_before(bucket->subgroup.world,
                                        0);  // flags go after each shard, in the order of its segments
@@ -70,23 +76,26 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
     flight->adds |= stood && !taken.replace;
     const bool is_zero_copy = static_cast<int64_t>(flight->zero_copy.size()) < bucket->num_zero_copy;
     if (is_zero_copy) flight->zero_copy.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));
-    const int64_t first_rank = slot.offset / shard_numel;
-    const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
-    for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
+    for (int64_t rank = shards.rank_of(slot.offset); rank < bucket->subgroup.world && bucket->owns_part_of(slot, rank);
+         ++rank) {
       // Where the slice would start in `flat`, if its zero-copy part were there too.
-      const int64_t packed = bucket->packed_start(rank) - bucket->zero_copy_numel(rank);
-      const int64_t flag = packed + shard_numel + 2 * segments_before[rank]++;
+      const int64_t packed = shards.packed_start(rank) - shards.zero_copy_numel(rank);
+      const int64_t flag = packed + shards.numel(rank) + 2 * segments_before[rank]++;
       if (taken.present) flags.push_back(flag);
       if (taken.replace) flags.push_back(flag + 1);
       if (!taken.source.defined() || slot.numel() == 0 || is_zero_copy) continue;
-      const int64_t start = std::max(slot.offset, rank * shard_numel);
-      const int64_t stop = std::min(slot.offset + slot.numel(), (rank + 1) * shard_numel);
-      pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
-                                   packed + start - rank * shard_numel, stop - start});
+      const int64_t start = std::max(slot.offset, shards.start(rank));
+      const int64_t stop = std::min(slot.offset + slot.numel(), shards.stop(rank));
+      pieces.push_back({static_cast<int64_t>(flight->sources.size()), start - slot.offset,
+                        packed + start - shards.start(rank), stop - start});
     }
     if (taken.source.defined() && !is_zero_copy) flight->sources.push_back(std::move(taken.source));
   }
-  flight->copies.pieces = to_table(pieces, 4);
+  // In the order of `flat`, as kernels read them. Slots lie in it too, unless they have owners.
+  const auto by_place = [](const PieceRow& a, const PieceRow& b) { return a[2] < b[2]; };
+  if (!std::is_sorted(pieces.begin(), pieces.end(), by_place)) std::sort(pieces.begin(), pieces.end(), by_place);
+  if (!std::is_sorted(flags.begin(), flags.end())) std::sort(flags.begin(), flags.end());
+  flight->copies.pieces = to_table(pieces);
   flight->copies.flags = to_table(flags, 1);
   if (const Streams* streams = flights_->streams()) {
     note_producer(*bucket, lock);  // for gradients that were written by hand, or brought into order above

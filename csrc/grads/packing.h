@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -38,6 +39,10 @@ class Packing {
 
 // An int64 tensor [numbers / columns, columns], or [numbers] for one column.
 at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns);
+
+// Of flatten_ in csrc/bindings/module.cpp: the place of a source, from where in it, to where in `flat`, how many.
+using PieceRow = std::array<int64_t, 4>;
+at::Tensor to_table(const std::vector<PieceRow>& rows);
 
 // The gradient's elements in the order in which the parameter's lie in memory.
 at::Tensor in_order_of(const at::Tensor& grad, const Home& home);

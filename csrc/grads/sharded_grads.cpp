@@ -85,13 +85,13 @@ void ShardedGrads::exchange_changes(Agreement& agreement) {
   size_t at = 0;
   for (const auto& bucket : buckets().all) {
     const int64_t rank = bucket->subgroup.rank;
-    const int64_t first = rank * bucket->shard_numel;
+    const int64_t first = bucket->shards.start(rank);
     int64_t segment = 0;
     for (const Slot& slot : bucket->slots) {
       const bool replaced = changes[at++] != 0;
       const bool zeroed = changes[at++] != 0;
       const int64_t start = std::max(slot.offset, first);
-      const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket->shard_numel);
+      const int64_t stop = std::min(slot.offset + slot.numel(), bucket->shards.stop(rank));
       if (!bucket->owns_part_of(slot, rank)) continue;
       if (replaced && bucket->reduced.has_gradient) {
         put_together(*bucket);

@@ -23,9 +23,9 @@ constexpr int64_t kLeastReadBytes = 32 * 1024;
 }  // namespace
 
 std::shared_ptr<Pending> Summing::send(Flight& flight) {
-  flight.received = at::empty({exchange_->num_received() * flight.bucket->slice_numel()}, flight.flat.options());
+  flight.received = at::empty({exchange_->num_received() * flight.bucket->own_slice_numel()}, flight.flat.options());
   if (exchange_->sends_messages()) return send_zero_copy(*exchange_, flight);
-  return exchange_->scatter(flight.flat, flight.received);
+  return exchange_->scatter(flight.flat, flight.received, flight.bucket->shards.packed_starts());
 }
 
 void Summing::reduce(Flight& flight) {
@@ -49,7 +49,10 @@ int64_t Summing::most_in_a_part(const Bucket& bucket) const {
 Summing::AllMessages Summing::messages_of(Flight& flight) const {
   if (exchange_->sends_messages()) return contributions(*exchange_, flight);
   AllMessages messages;
-  for (at::Tensor& slice : exchange_->to_sum(flight.flat, flight.received)) messages.push_back({std::move(slice)});
+  const at::IntArrayRef starts = flight.bucket->shards.packed_starts();
+  for (at::Tensor& slice : exchange_->to_sum(flight.flat, flight.received, starts)) {
+    messages.push_back({std::move(slice)});
+  }
   return messages;
 }
 
@@ -58,13 +61,13 @@ void Summing::read_flags(const Flight& flight, const AllMessages& messages) {
   const Part& last = flight.bucket->own.parts.back();
   const int64_t flags_start = last.message_start + last.numel;
   ops::read_flags_(reduced.present, reduced.replaced,
-                   slices(flight, messages, last.message, flags_start, flight.bucket->trailer_numel), 0);
+                   slices(flight, messages, last.message, flags_start, flight.bucket->shards.trailer_numel()), 0);
 }
 
 void Summing::sum(const Flight& flight, const AllMessages& messages, bool accumulate) {
   const Bucket& bucket = *flight.bucket;
   ReducedShard& reduced = flight.bucket->reduced;
-  if (!accumulate && !reduced.keeps_shard) reduced.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+  if (!accumulate && !reduced.keeps_shard) reduced.shard = at::empty({bucket.own_numel()}, flight.flat.options());
   reduced.limbs = at::zeros({kExactLimbs}, flight.flat.options().dtype(at::kLong));
   int64_t end = 0;
   for (const Part& part : bucket.own.parts) {

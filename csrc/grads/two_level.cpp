@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "exchange/two_level_exchange.h"
 #include "grads/ops.h"
 #include "grads/summing.h"
 #include "locks.h"
@@ -63,9 +64,8 @@ class TwoLevelSumming final : public Summing {
       : Summing(inner), inner_(std::move(inner)), outer_(std::move(outer)) {}
 
   std::shared_ptr<Pending> send(Flight& flight) override {
-    const int64_t numel = outer_->world() * flight.bucket->slice_numel();
-    flight.received = at::empty({inner_->num_received() * numel}, flight.flat.options());
-    return std::make_shared<BothPending>(inner_->scatter(flight.flat, flight.received));
+    flight.received = at::empty({inner_->num_received() * numel_of_column(*flight.bucket)}, flight.flat.options());
+    return std::make_shared<BothPending>(inner_->scatter(flight.flat, flight.received, columns(*flight.bucket)));
   }
 
   void reduce(Flight& flight) override {
@@ -74,8 +74,8 @@ class TwoLevelSumming final : public Summing {
     auto& pending = static_cast<BothPending&>(*flight.pending);
     // Sums are not rounded before the last one.
     const auto wide = flight.flat.options().dtype(at::promoteTypes(bucket.wire_dtype, at::kFloat));
-    flight.inner_sums = at::empty({outer_->world() * bucket.slice_numel()}, wide);
-    add_up(*inner_, pending.inner(), flight.flat, flight.received, flight.inner_sums);
+    flight.inner_sums = at::empty({numel_of_column(bucket)}, wide);
+    add_up(*inner_, pending.inner(), {flight.flat, flight.received, columns(bucket)}, flight.inner_sums);
     at::Tensor& left = flight.bucket->reduced.left;
     if (left.defined()) {
       drop_replaced(bucket, left, flight.inner_sums);
@@ -86,12 +86,12 @@ class TwoLevelSumming final : public Summing {
       left = std::move(flight.inner_sums);
       return;
     }
-    at::Tensor received = at::empty({outer_->num_received() * bucket.slice_numel()}, wide);
-    auto outer = outer_->scatter(flight.inner_sums, received);
+    at::Tensor received = at::empty({outer_->num_received() * bucket.own_slice_numel()}, wide);
+    auto outer = outer_->scatter(flight.inner_sums, received, in_column(bucket));
     pending.set_outer(outer);
     outer->wait();
-    at::Tensor total = at::empty({bucket.slice_numel()}, wide);
-    add_up(*outer_, *outer, flight.inner_sums, received, total);
+    at::Tensor total = at::empty({bucket.own_slice_numel()}, wide);
+    add_up(*outer_, *outer, {flight.inner_sums, received, in_column(bucket).vec()}, total);
     take(flight, std::move(total));
   }
 
@@ -99,17 +99,27 @@ class TwoLevelSumming final : public Summing {
   int64_t most_in_a_part(const Bucket& /*bucket*/) const override { return std::numeric_limits<int64_t>::max(); }
 
  private:
+  // Where slices begin: those of each column of owners, and those of this rank's.
+  std::vector<int64_t> columns(const Bucket& bucket) const {
+    return starts_of_columns(bucket.shards.packed_starts(), outer_->world());
+  }
+  at::IntArrayRef in_column(const Bucket& bucket) const {
+    return starts_in_column(bucket.shards.packed_starts(), inner_->rank(), outer_->world());
+  }
+  int64_t numel_of_column(const Bucket& bucket) const { return in_column(bucket).back() - in_column(bucket).front(); }
+
   // Of what waits, what is replaced by what has come.
   void drop_replaced(const Bucket& bucket, at::Tensor& left, const at::Tensor& come) const {
     for (int64_t place = 0; place < outer_->world(); ++place) {
       const int64_t owner = inner_->rank() * outer_->world() + place;
-      const int64_t slice = place * bucket.slice_numel();
-      int64_t flag = slice + bucket.shard_numel;
+      const int64_t slice = in_column(bucket)[place] - in_column(bucket).front();
+      int64_t flag = slice + bucket.shards.numel(owner);
       for (const Slot& slot : bucket.slots) {
         if (!bucket.owns_part_of(slot, owner)) continue;
         const at::Tensor is_replaced = come[flag + 1].ne(0);
-        const int64_t start = std::max(slot.offset - owner * bucket.shard_numel, int64_t{0});
-        const int64_t stop = std::min(slot.offset + slot.numel() - owner * bucket.shard_numel, bucket.shard_numel);
+        const int64_t first = bucket.shards.start(owner);
+        const int64_t start = std::max(slot.offset - first, int64_t{0});
+        const int64_t stop = std::min(slot.offset + slot.numel(), bucket.shards.stop(owner)) - first;
         if (!left.is_cpu() || is_replaced.item<bool>()) {  // on an accelerator the host does not know
           left.narrow(0, slice + start, stop - start).masked_fill_(is_replaced, 0);
           left.narrow(0, flag, 1).masked_fill_(is_replaced, 0);
@@ -119,10 +129,17 @@ class TwoLevelSumming final : public Summing {
     }
   }
 
+  // What one level has of the ranks' slices: its own of all, what came, and where they begin.
+  struct Level {
+    at::Tensor flat;
+    at::Tensor received;
+    std::vector<int64_t> starts;
+  };
+
   // In rank order.
-  void add_up(const Exchange& exchange, Pending& pending, const at::Tensor& flat, const at::Tensor& received,
-              at::Tensor& total) {
-    const std::vector<at::Tensor> slices = exchange.to_sum(flat, received);
+  void add_up(const Exchange& exchange, Pending& pending, const Level& level, at::Tensor& total) {
+    const at::Tensor& flat = level.flat;
+    const std::vector<at::Tensor> slices = exchange.to_sum(flat, level.received, level.starts);
     const int64_t most = total.is_cpu() ? kSumChunk : total.numel();
     for (int64_t start = 0; start < total.numel(); start += most) {
       const int64_t numel = std::min(most, total.numel() - start);
@@ -159,11 +176,11 @@ class TwoLevelSumming final : public Summing {
       return;
     }
     at::Tensor mean = accumulate ? reduced.shard.to(messages[0][0].scalar_type())
-                                 : at::empty({bucket.shard_numel}, messages[0][0].options());
+                                 : at::empty({bucket.own_numel()}, messages[0][0].options());
     at::Tensor limbs = at::zeros({kExactLimbs}, mean.options().dtype(at::kLong));
-    ops::reduce_(mean, limbs, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.own.segments, reduced.replaced,
+    ops::reduce_(mean, limbs, {messages[0][0].narrow(0, 0, bucket.own_numel())}, bucket.own.segments, reduced.replaced,
                  reduced.divisor, accumulate);
-    if (!accumulate && !reduced.keeps_shard) reduced.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+    if (!accumulate && !reduced.keeps_shard) reduced.shard = at::empty({bucket.own_numel()}, flight.flat.options());
     reduced.shard.copy_(mean);
     reduced.limbs.reset();  // those were of what is not rounded yet
   }

@@ -65,11 +65,11 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
 // is packed.
 std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_zero_copy) {
   const int64_t rank = bucket.subgroup.rank;
-  const int64_t first = rank * bucket.shard_numel;
-  const int64_t packed_start = num_zero_copy > 0 ? bucket.zero_copy_numel(rank) : 0;  // in the shard
+  const int64_t first = bucket.shards.start(rank);
+  const int64_t packed_start = num_zero_copy > 0 ? bucket.shards.zero_copy_numel(rank) : 0;  // in the shard
   std::vector<at::Tensor> found;
   std::vector<at::Tensor> sources;
-  std::vector<int64_t> pieces;
+  std::vector<PieceRow> pieces;
   // Pinned for a CUDA device, so that nothing waits for the copy.
   at::Tensor present = at::empty_like(
       bucket.reduced.present, bucket.reduced.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
@@ -77,7 +77,7 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_zero_copy) 
   for (Slot& slot : bucket.slots) {
     const bool is_zero_copy = num_zero_copy-- > 0;
     const int64_t start = std::max(slot.offset, first);
-    const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
+    const int64_t stop = std::min(slot.offset + slot.numel(), bucket.shards.stop(rank));
     if (!bucket.owns_part_of(slot, rank)) continue;
     const at::Tensor local = slot.home.is_of_dtensor ? local_grad(slot).tensor : slot.param.grad();
     const at::Tensor grad = local.defined() ? in_order_of(local, slot.home) : at::Tensor();
@@ -90,14 +90,14 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_zero_copy) 
       continue;
     }
     if (!grad.defined() || start >= stop) continue;
-    pieces.insert(pieces.end(), {static_cast<int64_t>(sources.size()), start - slot.offset,
-                                 start - first - packed_start, stop - start});
+    pieces.push_back(
+        {static_cast<int64_t>(sources.size()), start - slot.offset, start - first - packed_start, stop - start});
     sources.push_back(grad);
   }
   bucket.reduced.present.copy_(present, /*non_blocking=*/true);
   const auto options = bucket.flat.options().dtype(bucket.grad_dtype);
-  at::Tensor packed = at::empty({bucket.shard_numel - packed_start}, options);
-  ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
+  at::Tensor packed = at::empty({bucket.own_numel() - packed_start}, options);
+  ops::flatten_(packed, sources, to_table(pieces), to_table({}, 1));
   found.push_back(std::move(packed));
   return found;
 }
@@ -177,8 +177,8 @@ std::vector<at::Tensor> GatheredGrads::gather_means(double scale) {
   Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
   for (const auto& bucket : buckets().all) {
     const auto options = bucket->flat.options().dtype(bucket->grad_dtype);
-    at::Tensor flat = at::empty({bucket->subgroup.world * bucket->shard_numel}, options);
-    at::Tensor own = flat.narrow(0, bucket->subgroup.rank * bucket->shard_numel, bucket->shard_numel);
+    at::Tensor flat = at::empty({bucket->shards.numel()}, options);
+    at::Tensor own = flat.narrow(0, bucket->shards.start(bucket->subgroup.rank), bucket->own_numel());
     put_together(*bucket);
     if (bucket->reduced.shard.defined()) {
       if (scale != 1.0 && undoing(*bucket) == 1.0) bucket->reduced.shard.mul_(scale);
@@ -186,7 +186,8 @@ std::vector<at::Tensor> GatheredGrads::gather_means(double scale) {
     } else {
       own.zero_();  // zero_grad() came first
     }
-    gathers.start(bucket, flat, *context_.exchanges->at(bucket->subgroup.exchange), /*background=*/false);
+    gathers.start(bucket, flat, bucket->shards.starts(), *context_.exchanges->at(bucket->subgroup.exchange),
+                  /*background=*/false);
     if (bucket->whole_grads_hold_shard()) bucket->reduced.shard.reset();
     whole.push_back(std::move(flat));
   }

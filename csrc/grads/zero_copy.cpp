@@ -19,11 +19,11 @@ struct ZeroCopyRange {
 
 std::vector<ZeroCopyRange> zero_copy_ranges(const Bucket& bucket, int64_t rank) {
   std::vector<ZeroCopyRange> found;
-  const int64_t first = rank * bucket.shard_numel;
+  const int64_t first = bucket.shards.start(rank);
   for (int64_t i = 0; i < bucket.num_zero_copy; ++i) {
     const Slot& slot = bucket.slots[i];
     const int64_t start = std::max(slot.offset, first);
-    const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
+    const int64_t stop = std::min(slot.offset + slot.numel(), bucket.shards.stop(rank));
     if (start < stop) found.push_back({i, start - slot.offset, start - first, stop - first});
   }
   return found;
@@ -36,8 +36,8 @@ Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
   for (const ZeroCopyRange& range : zero_copy_ranges(bucket, rank)) {
     messages.push_back(flight.zero_copy[range.slot].narrow(0, range.from, range.stop - range.start));
   }
-  const int64_t start = bucket.packed_start(rank);
-  messages.push_back(flight.flat.narrow(0, start, bucket.packed_start(rank + 1) - start));
+  const int64_t start = bucket.shards.packed_start(rank);
+  messages.push_back(flight.flat.narrow(0, start, bucket.shards.packed_start(rank + 1) - start));
   return messages;
 }
 
@@ -47,8 +47,8 @@ Exchange::Messages messages_into(const Bucket& bucket, const at::Tensor& slice, 
   for (const ZeroCopyRange& range : zero_copy_ranges(bucket, rank)) {
     messages.push_back(slice.narrow(0, range.start, range.stop - range.start));
   }
-  const int64_t start = bucket.zero_copy_numel(rank);
-  messages.push_back(slice.narrow(0, start, bucket.slice_numel() - start));
+  const int64_t start = bucket.shards.zero_copy_numel(rank);
+  messages.push_back(slice.narrow(0, start, bucket.shards.slice_numel(rank) - start));
   return messages;
 }
 
@@ -80,7 +80,7 @@ bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucke
 void put_together(Bucket& bucket) {
   ReducedShard& reduced = bucket.reduced;
   if (reduced.by_part.empty()) return;
-  reduced.shard = at::zeros({bucket.shard_numel}, reduced.by_part.back().options());
+  reduced.shard = at::zeros({bucket.own_numel()}, reduced.by_part.back().options());
   for (size_t i = 0; i < reduced.by_part.size(); ++i) {
     const Part& part = bucket.own.parts[i];
     reduced.shard.narrow(0, part.start, part.numel).copy_(reduced.by_part[i]);
@@ -113,7 +113,7 @@ std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
     add(message, range.start, range.stop, static_cast<int64_t>(message) + 1);
     ++message;
   }
-  add(message, bucket.zero_copy_numel(rank), bucket.shard_numel, rows.size(0));
+  add(message, bucket.shards.zero_copy_numel(rank), bucket.shards.numel(rank), rows.size(0));
   return parts;
 }
 
@@ -126,7 +126,7 @@ std::shared_ptr<Pending> send_zero_copy(Exchange& exchange, const Flight& flight
 std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight) {
   std::vector<Exchange::Messages> all(exchange.world());
   int64_t place = 0;
-  const int64_t slice_numel = flight.bucket->slice_numel();
+  const int64_t slice_numel = flight.bucket->own_slice_numel();
   for (int peer = 0; peer < exchange.world(); ++peer) {
     if (peer == exchange.rank()) {
       all[peer] = messages_to(flight, peer);

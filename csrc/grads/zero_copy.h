@@ -10,8 +10,8 @@ namespace zx {
 
 // Note [Zero-copy from the gradient]
 // If the exchange sends single messages, a copy of large gradients into the flat buffer would only cost time and
-// memory. So the first `num_zero_copy` slots of a bucket, which lie in front, are sent from where autograd left them.
-// The rest of each slice, flags included, is packed into one message:
+// memory. So the first `num_zero_copy` slots of a bucket, which lie in front of its shards, are sent from where
+// autograd left them. The rest of each slice, flags included, is packed into one message:
 //
 //   slice of rank r   | A A A A A | B B B | c d . e . . | flags |
 //   messages to r       A's part    B's part  packed

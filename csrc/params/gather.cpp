@@ -28,11 +28,12 @@ std::string error_of(const Body& body) {
 
 }  // namespace
 
-Gather::Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange)
+Gather::Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, at::IntArrayRef starts,
+               Exchange& exchange)
     : names_(names), bucket_(std::move(bucket)), flat_(std::move(flat)) {
   const Range range(names_.start, bucket_->index);
   const Doing doing([this] { return doing_what(); }, /*per_batch=*/true);
-  const std::string error = error_of([&] { pending_ = exchange.gather(flat_); });
+  const std::string error = error_of([&] { pending_ = exchange.gather(flat_, starts); });
   if (!error.empty()) fail(error);
 }
 

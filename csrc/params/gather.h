@@ -31,7 +31,9 @@ struct GatherNames {
 class Gather {
  public:
   // Starts sending this rank's slice of `flat` to all others. On an accelerator the current stream does the waiting.
-  Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange);
+  // `starts`: of the slices in it, see Exchange.
+  Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, at::IntArrayRef starts,
+         Exchange& exchange);
 
   // Returns when `flat` is whole; on an accelerator, when it is whole for the current stream. Throws, naming the
   // parameters, if it never will be. `is_use`: `flat` is known to be read next.

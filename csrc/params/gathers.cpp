@@ -127,10 +127,11 @@ void Gathers::in_background(void (Gather::*what)(), const std::shared_ptr<Gather
   if (gather->on_host() && !is_held_back_) worker_.post([what, gather] { ((*gather).*what)(); });
 }
 
-void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background) {
+void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, at::IntArrayRef starts, Exchange& exchange,
+                    bool background) {
   process_.check();
   const Stopwatch::Lap lap(*waited_);
-  const auto gather = std::make_shared<Gather>(names_, bucket, std::move(flat), exchange);
+  const auto gather = std::make_shared<Gather>(names_, bucket, std::move(flat), starts, exchange);
   if (!gather->is_under_way()) return;
   {
     const std::lock_guard lock(mutex_);

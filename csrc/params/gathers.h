@@ -26,7 +26,9 @@ class Gathers {
 
   // Starts sending this rank's slice of `flat` to all others. `background`: a thread receives the others' slices as
   // they come; without it the first thread that waits does.
-  void start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background);
+  // `starts`: of the slices in it, see Exchange.
+  void start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, at::IntArrayRef starts, Exchange& exchange,
+             bool background);
 
   // Returns when these buckets are whole. A bucket that is not on its way is whole. Throws, naming the first that is
   // not.

@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "exchange/two_level_exchange.h"
+
 namespace zx {
 
 Params::Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchanges> exchanges)
@@ -11,11 +13,16 @@ Params::Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchanges> exch
 
 void Params::start_gather(int64_t bucket, bool background) {
   const auto& started = buckets_->all.at(bucket);
-  gathers_.start(started, started->flat, *exchanges_->at(started->subgroup.exchange), background);
+  gathers_.start(started, started->flat, started->shards.starts(), *exchanges_->at(started->subgroup.exchange),
+                 background);
 }
 
 void Params::start_gather_of(int64_t bucket, const at::Tensor& part) {
-  gathers_.start(buckets_->all.at(bucket), part, *exchanges_->front(), /*background=*/false);
+  const auto& started = buckets_->all.at(bucket);
+  Exchange& outer = *exchanges_->front();
+  const at::IntArrayRef starts =
+      starts_in_column(started->shards.starts(), started->subgroup.rank / outer.world(), outer.world());
+  gathers_.start(started, part, starts, outer, /*background=*/false);
 }
 
 void Params::forget_order() {

@@ -31,8 +31,7 @@ std::vector<Room::ByteSpan> Fetcher::spans_through_host(const ShardedBucket& sha
   std::vector<Room::ByteSpan> spans;
   for (int rank = 0; rank < peers_->num_holders(); ++rank) {
     if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
-    const size_t bytes = sharded.shard.nbytes();
-    const Room::ByteSpan span{rank * bytes, (rank + 1) * bytes};
+    const Room::ByteSpan span{sharded.starts.at(rank), sharded.starts.at(rank + 1)};
     if (!spans.empty() && spans.back().stop == span.start) {
       spans.back().stop = span.stop;
     } else {
@@ -71,10 +70,11 @@ void Fetcher::fetch_whole(const ShardedBucket& sharded, const Wanted& wanted) co
     room.let_write(true);
   }
   if (wanted.own_too) take_own(sharded);
-  const auto through_host = spans_through_host(sharded);
+  const bool is_table = sharded.rows != nullptr;  // of which pieces come to the host's memory, where it has its place
+  const auto through_host = is_table ? std::vector{Room::ByteSpan{0, room.bytes()}} : spans_through_host(sharded);
   const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
   const auto pieces_of = [&](int rank) { return sharded.shard_of(rank); };
-  const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, rank * sharded.shard.nbytes()); };
+  const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, sharded.starts.at(rank)); };
   peers_->fetch(question_of(sharded, wanted), sharded.places, {inbox.data, pieces_of, pull});
   if (!through_host.empty()) room.take_in(inbox, through_host);
 }

@@ -101,11 +101,12 @@ std::shared_ptr<Residency> Residency::left_with(const at::Tensor& tensor) {
   return nullptr;
 }
 
-int64_t Residency::take(Residency& from, int64_t bucket, std::string name, bool is_served) {
+int64_t Residency::take(Residency& from, int64_t bucket, std::string name, const std::vector<int64_t>& shard_starts,
+                        bool is_served) {
   at::Tensor shard = from->handover().shard(bucket);
   std::shared_ptr<Room> room = from->handover().give(bucket);
   const auto before = room->leases().pass_to(shared_from_this());  // destroyed at the end
-  return residents_->take(std::move(name), std::move(room), std::move(shard), is_served);
+  return residents_->take(std::move(name), std::move(room), std::move(shard), shard_starts, is_served);
 }
 
 void Residency::let_shards_go() {

@@ -43,7 +43,8 @@ class Residency : public std::enable_shared_from_this<Residency> {
   // Its optimizer is gone.
   void leave_to_params();
   // A bucket of another one's that its handover() has begun to give away: see Note [Shards are handed over].
-  int64_t take(Residency& from, int64_t bucket, std::string name, bool is_served);
+  int64_t take(Residency& from, int64_t bucket, std::string name, const std::vector<int64_t>& shard_starts,
+               bool is_served);
 
   // All is whole, on all ranks, and stays so without this object.
   void let_shards_go();

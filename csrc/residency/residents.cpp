@@ -8,6 +8,16 @@
 #include "locks.h"
 
 namespace zx {
+namespace {
+
+// Where shards start, counted in elements of one of them.
+std::vector<size_t> in_bytes(const std::vector<int64_t>& starts, const at::Tensor& shard) {
+  std::vector<size_t> found;
+  for (const int64_t start : starts) found.push_back(start * shard.element_size());
+  return found;
+}
+
+}  // namespace
 
 Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden)
     : peers_(std::move(peers)),
@@ -23,20 +33,24 @@ Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden
 
 // ---- buckets
 
-int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
+int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard,
+                       const std::vector<int64_t>& shard_starts, bool is_served) {
   auto added = std::make_unique<ShardedBucket>();
   added->name = std::move(name);
   added->room = std::move(room);
   added->shard = std::move(shard);
+  added->starts = in_bytes(shard_starts, added->shard);
   return add(std::move(added), is_served, /*is_filled=*/false);
 }
 
-int64_t Residents::take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
+int64_t Residents::take(std::string name, std::shared_ptr<Room> room, at::Tensor shard,
+                        const std::vector<int64_t>& shard_starts, bool is_served) {
   copies_.take_room(*room);
   auto added = std::make_unique<ShardedBucket>();
   added->name = std::move(name);
   added->room = std::move(room);
   added->shard = std::move(shard);
+  added->starts = in_bytes(shard_starts, added->shard);
   return add(std::move(added), is_served, /*is_filled=*/true);
 }
 

@@ -53,13 +53,16 @@ class Residents {
   }
   // Adds a bucket that has no values yet, nor has `shard`, which is to have this rank's part of them and must stay
   // where it is. `is_served`: whether a rank reads it in the host's memory. Returns its index.
-  int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
+  // `shard_starts`: of the shards of those among whom it is sharded, in elements, and the end of the last.
+  int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, const std::vector<int64_t>& shard_starts,
+              bool is_served);
   // The same of a table, whose room is of make_table_room(). `shard`: the rows that this rank owns, with their values;
   // `of_block`: see RowOwners.
   int64_t add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served, int64_t num_rows,
                     const at::Tensor& of_block);
   // A bucket with its values, that handover() of others has given.
-  int64_t take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
+  int64_t take(std::string name, std::shared_ptr<Room> room, at::Tensor shard, const std::vector<int64_t>& shard_starts,
+               bool is_served);
   // To be called after these: reads of all of them are seen from now on.
   void watch_added() { readers_.watch_added(); }
   // Where this rank has its shard, for the others.

@@ -21,6 +21,7 @@ struct ShardedBucket {
   std::string name;
   std::shared_ptr<Room> room;  // null when it was given away, or all is over
   at::Tensor shard;
+  std::vector<size_t> starts{};              // of each rank's shard in the bucket, in bytes, and the end of the last
   std::unique_ptr<TableRows> rows{};         // null if it is a bucket, and no table
   const void* address = nullptr;             // of the shard, as others know it
   at::Tensor served{};                       // the shard as others read it in the host's memory; undefined if none do
@@ -34,8 +35,7 @@ struct ShardedBucket {
   // Where a rank's shard lies in the whole, in order.
   std::vector<BytePiece> shard_of(int rank) const {
     if (rows != nullptr) return rows->shard_of(rank);
-    const size_t bytes = shard.nbytes();
-    return bytes == 0 ? std::vector<BytePiece>() : std::vector<BytePiece>{{0, rank * bytes, bytes}};
+    return {{0, starts.at(rank), starts.at(rank + 1) - starts.at(rank)}};
   }
 };
 

@@ -1,6 +1,7 @@
 """Which parameters share a bucket: reverse registration order, one dtype, the cap."""
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from zerox.plan import buckets
 from zerox.plan.buckets import MIB, ParamSpec, default_cap_bytes, plan_buckets
+from zerox.plan.owners import Load
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -140,3 +142,25 @@ def test_every_parameter_starts_where_torch_s_allocator_would_start_it(
 ) -> None:
     for plan in plan_buckets(params, world_size, cap):
         assert all(offset * ITEMSIZES[plan.dtype] % 64 == 0 for offset in plan.layout.offsets)
+
+
+# ---- parameters that lie whole on one rank
+
+
+def test_whole_parameters_have_buckets_of_their_own_and_owners_over_all_of_them() -> None:
+    """Two of each kind a bucket, and costs that two ranks share only if both buckets are looked at together."""
+    params = [replace(spec(100), cost=cost) for cost in (6, 2, 5, 3)]
+    params = [params[0], spec(200), params[1], params[2], spec(300), params[3]]
+    plans = plan_buckets(params, 2, 4 * 500)
+    whole = [plan for plan in plans if plan.layout.owners is not None]
+    assert [plan.params for plan in plans if plan.layout.owners is None] == [(4, 1)]
+    assert [plan.params for plan in whole] == [(5, 3, 2, 0)]
+    assert [plan.layout.owners for plan in whole] == [(1, 1, 0, 0)]
+    one_each = [plan for plan in plan_buckets(params, 2, 1) if plan.layout.owners is not None]
+    assert {plan.params[0]: plan.layout.owners for plan in one_each} == {0: (0,), 2: (0,), 3: (1,), 5: (1,)}
+
+
+def test_what_ranks_own_already_counts() -> None:
+    params = [replace(spec(100), cost=1)] * 2
+    [plan] = plan_buckets(params, 3, MIB, [Load(5, 0), Load(0, 0), Load(4, 0)])
+    assert plan.layout.owners == (1, 1)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zerox.plan.layout import FLAG_ALIGN, SMALL_NUMEL, Layout
-from zerox.plan.span import SHARD_ALIGN, align_up
+from zerox.plan.span import SHARD_ALIGN, Span, align_up
 
 # Sizes around every threshold, and anything between; world sizes beyond the number of parameters too.
 sizes = st.one_of(
@@ -163,3 +163,86 @@ def test_draw_shows_each_shard_with_names_gaps_and_cuts() -> None:
     cut = Layout((10_000,), 3).draw().split("\n")
     assert cut[1:] == ["rank 0: 0..3584 #0[0:3584]", "rank 1: 0..3584 #0[3584:7168]", "rank 2: 0..2832 #0[7168:10000]"]
     assert Layout((1,), 2).draw().split("\n")[2] == "rank 1: padding only"
+
+
+# ---- parameters with owners
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> Layout:
+    numels = tuple(draw(st.lists(sizes, min_size=1, max_size=30)))
+    world_size, align = draw(st.integers(1, 9)), draw(st.sampled_from([1, 16, 32]))
+    owners = tuple(draw(st.integers(0, world_size - 1)) for _ in numels)
+    return Layout(numels, world_size, align, owners)
+
+
+@given(dealt())
+@example(Layout((256, 0), 2, owners=(0, 0)))
+@example(Layout((0,), 3, owners=(1,)))
+def test_each_parameter_lies_whole_with_its_owner_in_order_and_apart(layout: Layout) -> None:
+    assert layout.owners is not None
+    for rank in range(layout.world_size):
+        segments, shard = layout.segments(rank), layout.shard_span(rank)
+        assert [each.slot for each in segments] == [slot for slot, by in enumerate(layout.owners) if by == rank]
+        end = 0
+        for each in segments:
+            assert (each.param_start, each.span.numel) == (0, layout.numels[each.slot])
+            assert layout.offsets[each.slot] == shard.start + each.span.start
+            align = layout.start_align if is_small(layout.numels[each.slot]) else SHARD_ALIGN
+            assert each.span.start == align_up(end, align)
+            assert layout.shards_of(each.slot) == range(rank, rank + 1)
+            end = each.span.stop
+        assert end <= shard.numel
+    assert layout.cut_slots == ()
+
+
+@given(dealt())
+def test_shards_of_owners_tile_the_buffer_and_are_as_long_as_it_takes(layout: Layout) -> None:
+    assert layout.shard_starts[0] == 0
+    assert layout.shard_starts[-1] == layout.numel
+    for rank, (start, stop) in enumerate(pairwise(layout.shard_starts)):
+        assert layout.shard_span(rank) == Span(start, stop)
+        last = max((each.span.stop for each in layout.segments(rank)), default=0)
+        assert (stop - start) % SHARD_ALIGN == 0
+        assert max(last, SHARD_ALIGN) <= stop - start < last + 2 * SHARD_ALIGN
+    assert layout.shard_numel == max(stop - start for start, stop in pairwise(layout.shard_starts))
+
+
+@given(st.one_of(layouts, dealt()), st.data())
+def test_what_lies_in_front_of_each_shard_ends_with_the_last_of_the_first_parameters(
+    layout: Layout, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(0, len(layout.numels)))
+    for rank, numel in enumerate(layout.numels_in_front(count)):
+        first = [each for each in layout.segments(rank) if each.slot < count]
+        others = [each for each in layout.segments(rank) if each.slot >= count]
+        assert numel >= max((each.span.stop for each in first), default=0)
+        assert numel <= min((each.span.start for each in others), default=layout.shard_span(rank).numel)
+
+
+@given(dealt())
+def test_max_segments_of_owners_is_the_most_of_any_shard(layout: Layout) -> None:
+    assert layout.max_segments == max(len(layout.segments(rank)) for rank in range(layout.world_size))
+
+
+@given(st.lists(sizes, min_size=1, max_size=20).map(tuple))
+def test_on_one_rank_alone_parameters_lie_the_same_with_and_without_owners(numels: tuple[int, ...]) -> None:
+    cut, owned = Layout(numels, 1), Layout(numels, 1, owners=(0,) * len(numels))
+    assert cut.offsets == owned.offsets
+    assert owned.numel <= cut.numel
+
+
+@pytest.mark.parametrize("owners", [(0,), (0, 2), (-1, 0), (0, 1, 1)])
+def test_owners_that_are_no_ranks_or_too_few_are_refused(owners: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"owners must be one of 2 ranks for each of 2 parameters, got \("):
+        Layout((5, 5), 2, owners=owners)
+
+
+def test_draw_shows_shards_of_several_lengths() -> None:
+    drawn = Layout((5000, 100, 300), 3, owners=(1, 0, 1)).draw().split("\n")
+    assert drawn == [
+        "3 shards of 256 to 5,376 elements, 488 of padding",
+        "rank 0: 0..100 #1",
+        "rank 1: 0..5000 #0, 5000..5300 #2",
+        "rank 2: padding only",
+    ]

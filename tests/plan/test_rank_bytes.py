@@ -9,8 +9,9 @@ import pytest
 from zerox.plan.buckets import BucketPlan, ParamSpec, plan_buckets
 from zerox.plan.form import EIGHT_BIT, FLOAT32, LOW_16_BITS, Form
 from zerox.plan.kept import PERIOD_BYTES, SPACED_BYTES, Kept, mask_bytes
+from zerox.plan.layout import Layout
 from zerox.plan.plan import Plan, TablePlan, TrainedPlan, Wire
-from zerox.plan.rank_bytes import Site, flow_of, parameter_bytes, peak_of, state_bytes
+from zerox.plan.rank_bytes import Site, flow_of, heaviest_shard, parameter_bytes, peak_of, state_bytes
 from zerox.plan.stage import stage_of
 
 FP32 = Wire(grad_itemsize=4, itemsize=4, sum_itemsize=4, is_grads=True, is_wider=False)
@@ -113,3 +114,41 @@ def test_a_wire_that_keeps_up_takes_less() -> None:
     flows = [flow_of(TrainedPlan(bucket_of(4 * ALIGN * n, 4, 4), (), FP32), site()) for n in (1, 3, 3)]
     for stage in (2, 3):
         assert peak_of(flows, site(stage), keeps_up=True) < peak_of(flows, site(stage), keeps_up=False)
+
+
+# ---- parameters with owners
+
+
+def dealt(numels: tuple[int, ...], owners: tuple[int, ...], world_size: int) -> TrainedPlan:
+    layout = Layout(numels, world_size, owners=owners)
+    bucket = BucketPlan(tuple(range(len(numels))), "x", 4, layout)
+    return TrainedPlan(bucket, (Kept("a", FLOAT32, 2),), FP32)
+
+
+def test_the_rank_that_owns_most_over_all_buckets_is_what_counts() -> None:
+    """And not the sum of each bucket's longest shard, which are different ranks'."""
+    first, second = dealt((4096, 4096), (2, 2), 4), dealt((12288, 1024), (1, 0), 4)
+    plan = Plan(("a", "b", "c", "d"), (first, replace(second, bucket=replace(second.bucket, params=(2, 3)))))
+    assert heaviest_shard(plan) == 1
+    here = replace(site(), shard=1)
+    assert state_bytes(plan, here, ()) == (0, 4 * (256 + 12288))
+    assert parameter_bytes(plan, replace(here, stage=stage_of(3)), None) - plan_nbytes(plan) == 4 * (256 + 12288)
+
+
+def plan_nbytes(plan: Plan) -> int:
+    return sum(bucket.nbytes for bucket in plan.buckets)
+
+
+def test_a_flow_counts_what_this_rank_gets() -> None:
+    each = dealt((4096, 12288), (2, 1), 4)
+    layout = each.bucket.layout
+    flags = layout.trailer_numel
+    for shard, own in enumerate((256, 12288, 4096, 256)):
+        flow = flow_of(each, replace(site(near=2), shard=shard))
+        assert flow.shard == 4 * own
+        assert flow.flat == 4 * (layout.numel + 4 * flags)
+        assert flow.received == (4 - 2) * 4 * (own + flags)
+    column = 4096 + 256 + 2 * flags
+    flow = flow_of(each, replace(site(mesh=(2, 2)), shard=3))
+    assert flow.received == (2 - 1) * 4 * column
+    assert flow.reducing == 4 * ((2 - 1) * (256 + flags) + column + 256 + flags)

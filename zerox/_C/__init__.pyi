@@ -347,10 +347,11 @@ class BucketManager:
         offsets: list[int],
         wire_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        shard_numel: int,
+        shard_starts: list[int],
         trailer_numel: int,
         segments: Tensor,
         num_zero_copy: int,
+        zero_copy_numels: list[int],
         divisor: float,
         subgroup: Subgroup,
     ) -> int: ...

@@ -93,6 +93,7 @@ class Grads:
             ]
             if self.operators is not None:
                 self.operators.add(placeholders)
+        num_zero_copy = bucket.plan.num_zero_copy if self.wire_dtype(bucket) == bucket.grad_dtype else 0
         made = self.manager.add_bucket(
             names=[member.name for member in bucket.members],
             params=[member.param for member in bucket.members],
@@ -103,12 +104,13 @@ class Grads:
             offsets=list(layout.offsets),
             wire_dtype=self.wire_dtype(bucket),
             grad_dtype=bucket.grad_dtype,
-            shard_numel=layout.shard_numel,
+            shard_starts=list(layout.shard_starts),
             trailer_numel=layout.trailer_numel,
             segments=bucket.segments,
             divisor=self.ranks.size if divisor is None else divisor,
             subgroup=(subgroup or self.subgroups.all).for_manager(),
-            num_zero_copy=bucket.plan.num_zero_copy if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
+            num_zero_copy=num_zero_copy,
+            zero_copy_numels=layout.numels_in_front(num_zero_copy),
         )
         assert made == index
         replicated = self.model.replicated_over(bucket.members[0].param)
@@ -159,7 +161,7 @@ class Grads:
         return result
 
     def shard(self, index: int) -> Tensor | None:
-        """The mean gradient's shard ``[shard_numel]`` after sync(), or None while no parameter has a gradient.
+        """The mean gradient's shard, 1-D, after sync(), or None while no parameter has a gradient.
 
         If gradients are whole, each call packs it from p.grad.
         """

@@ -238,7 +238,7 @@ class Bucket:
     def keep(self, spec: StateSpec) -> None:
         """Begins to keep this too, in the order of the rule's specs: all ranks gather state in one order."""
         how = self.rule.kept(spec, self.plan.state_form)
-        made = Stored.zeros(spec, how, self.plan.layout.shard_numel, self.device)
+        made = Stored.zeros(spec, how, self.param_shard.numel(), self.device)
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
         self.state = {key: kept[key] for key in order if key in kept}

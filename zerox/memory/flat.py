@@ -144,9 +144,15 @@ class ShardedBuffer(FlatBuffer):
     def add_to(self, residents: C.Residency, name: str, is_served: bool) -> None:
         """``is_served``: whether a rank reads its shard in the host's memory."""
         if self.left is None:
-            residents.add(name, self.room, self.own, is_served)
+            residents.add(name, self.room, self.own, self._starts(), is_served)
         else:
-            residents.take(*self.left, name, is_served)
+            residents.take(*self.left, name, self._starts(), is_served)
+
+    def _starts(self) -> list[int]:
+        """Where what each rank keeps begins, and the end of the last: on a mesh shards that lie together."""
+        starts = self.layout.shard_starts
+        together = starts.index(self.own_shards.stop) - starts.index(self.own_shards.start)
+        return list(starts[::together])
 
     def fill(self, residents: C.Residency, index: int) -> None:
         """Takes in what this rank's parameters have. ``index``: of the bucket among the residents."""

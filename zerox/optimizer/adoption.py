@@ -14,7 +14,7 @@ from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.optimizer.core import Core
 from zerox.optimizer.materialize import Materializer
-from zerox.optimizer.planning import Around, plan_members, subgroups_in_order
+from zerox.optimizer.planning import Around, loads_of, plan_members, subgroups_in_order
 from zerox.optimizer.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
 from zerox.plan.plan import Plan, TrainedPlan
 from zerox.ranks.holders import note_held
@@ -94,7 +94,8 @@ class Adoption:
     def _plan(self, members: Sequence[Member]) -> Plan:
         core, subgroups = self.core, self.core.grads.subgroups
         sizes = [subgroup.ranks.size for subgroup in subgroups_in_order(subgroups)]
-        around = Around(core.options, core.rules, subgroups.ranks.backend, sizes, core.gather.shards_params)
+        loads = loads_of(core.buckets, subgroups)
+        around = Around(core.options, core.rules, subgroups.ranks.backend, sizes, core.gather.shards_params, loads)
         return plan_members(around, subgroups, core.grads.model, core.groups.param_groups, members)
 
     def _check_room(self, plan: Plan, members: Sequence[Member], materializer: Materializer | None) -> None:

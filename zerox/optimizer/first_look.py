@@ -138,11 +138,12 @@ def _line(name: str, squares: str) -> str:
 
 def _limbs_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
     """int64 ``[n, EXACT_LIMBS]``, on the host. ``places``: n times where elements start, and how many there are."""
-    rows = [[start, start + numel, 0, slot, 0] for slot, (start, numel) in enumerate(places)]
+    in_order = sorted(range(len(places)), key=lambda place: places[place])  # as kernels read them
+    rows = [[places[place][0], sum(places[place]), 0, place, 0] for place in in_order]
     segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
     limbs = torch.zeros(len(rows), ops.EXACT_LIMBS, dtype=torch.int64, device=flat.device)
     ops.norm_(limbs, flat, segments.to(flat.device), 2.0)
-    return limbs.cpu()
+    return limbs.cpu()[sorted(range(len(places)), key=lambda place: in_order[place])]
 
 
 def _text_of(limbs: Tensor) -> str:

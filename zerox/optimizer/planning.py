@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerox.memory.bucket import Member
+from zerox.memory.bucket import Bucket, Member
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_table import is_sparse
 from zerox.options import OptimizerOptions, Planned
 from zerox.plan.buckets import BucketPlan
+from zerox.plan.owners import Load
 from zerox.plan.plan import Plan, TablePlan, TrainedPlan, Wire
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.model_axes import ModelAxes
@@ -34,18 +35,32 @@ class Given(NamedTuple):
 
 class Around(NamedTuple):
     """What a plan depends on beside parameters. ``subgroup_sizes``: how many ranks have what is a subgroup's, all of
-    them first. ``shards_params``: ranks keep parts of parameters, frozen ones too."""
+    them first. ``shards_params``: ranks keep parts of parameters, frozen ones too. ``loads``: by subgroup, what its
+    ranks own already of parameters that lie whole on one; empty: nothing."""
 
     options: OptimizerOptions
     rules: Rules
     backend: str
     subgroup_sizes: Sequence[int]
     shards_params: bool
+    loads: Sequence[Sequence[Load]] = ()
 
 
 def subgroups_in_order(subgroups: Subgroups) -> list[Subgroup]:
     """As a plan numbers them."""
     return [subgroups.all, *subgroups.made.values()]
+
+
+def loads_of(buckets: Sequence[Bucket], subgroups: Subgroups) -> list[list[Load]]:
+    """What ranks own of parameters that lie whole on one, by subgroup and by rank."""
+    found = [[Load()] * subgroup.ranks.size for subgroup in subgroups_in_order(subgroups)]
+    for bucket in buckets:
+        subgroup = subgroups.of_group[bucket.members[0].group]
+        loads = next(of for of, each in zip(found, subgroups_in_order(subgroups), strict=True) if each is subgroup)
+        for owner, param in zip(bucket.plan.layout.owners or (), bucket.buffer.params, strict=False):
+            cost = loads[owner].cost + (bucket.rule.cost(param.shape) or 0)
+            loads[owner] = Load(cost, loads[owner].numel + param.numel())
+    return found
 
 
 def plan_members(
@@ -73,9 +88,8 @@ def make_plan(around: Around, given: Sequence[Given]) -> Plan:
     buckets = list(_trained(around, given, [place for place in trained if not is_sparse(given[place].group)]))
     frozen: list[BucketPlan] = []
     if around.shards_params:
-        shown: list[Planned] = [
-            (each.name, local_of(each.param), "", None, each.replicated_over) for each in (given[i] for i in still)
-        ]
+        of_frozen = [given[place] for place in still]
+        shown = [Planned(each.name, local_of(each.param), replicated_over=each.replicated_over) for each in of_frozen]
         frozen = _planned(around, shown, still, 0)
     return Plan(
         names=tuple(each.name for each in given),
@@ -92,8 +106,9 @@ def _trained(around: Around, given: Sequence[Given], dense: Sequence[int]) -> It
         places = [place for place in dense if given[place].subgroup == subgroup]
         shown: list[Planned] = []
         for each in (given[place] for place in places):
-            rule, divisor = rules.of(each.group).name, options.divisor_of(each.group)
-            shown.append((each.name, local_of(each.param), rule, divisor, each.replicated_over))
+            rule, divisor, param = rules.of(each.group), options.divisor_of(each.group), local_of(each.param)
+            cost = rule.cost(param.shape)
+            shown.append(Planned(each.name, param, rule.name, divisor, each.replicated_over, cost))
         for bucket in _planned(around, shown, places, subgroup):
             groups, first = [given[place].group for place in bucket.params], given[bucket.params[0]]
             of_bucket, param = rules.of(first.group), local_of(first.param)
@@ -104,7 +119,8 @@ def _trained(around: Around, given: Sequence[Given], dense: Sequence[int]) -> It
 
 def _planned(around: Around, shown: Sequence[Planned], places: Sequence[int], subgroup: int) -> list[BucketPlan]:
     """Buckets of those that are at these ``places`` among all."""
-    found = around.options.plan(shown, around.backend, around.subgroup_sizes[subgroup])
+    loads = around.loads[subgroup] if around.loads else None
+    found = around.options.plan(shown, around.backend, around.subgroup_sizes[subgroup], loads)
     return [replace(plan, params=tuple(places[i] for i in plan.params)) for plan in found]
 
 

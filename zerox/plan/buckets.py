@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zerox.plan.form import FLOAT32, Form
 from zerox.plan.layout import Layout
+from zerox.plan.owners import Load, owners
 
 MIB = 1 << 20
 # torch's allocator aligns tensors like this too. For others, matrix kernels may choose another path, and other bits,
@@ -25,7 +26,8 @@ class ParamSpec:
     ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one;
     ``rule``: the name of its update rule; ``divisor``: of the ranks' sum of its gradients, None for their number;
     ``replicated_over``: model axes whose ranks have the same parameter. In buckets of their own these lie alike on all
-    of them, whatever else these ranks have. ``on_meta``: it has no memory yet.
+    of them, whatever else these ranks have. ``on_meta``: it has no memory yet. ``cost``: of its update, in any unit, if
+    it is updated as a whole and so lies whole on one rank; None: each rank updates a part of it.
     """
 
     name: str
@@ -38,12 +40,17 @@ class ParamSpec:
     divisor: float | None = None
     replicated_over: tuple[int, ...] = ()
     on_meta: bool = False
+    cost: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.cost is not None
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
         """What all parameters of a bucket have in common."""
         of_grads = self.grad_dtype, self.divisor, self.replicated_over
-        return self.dtype, self.state_form, self.rule, *of_grads, self.on_meta
+        return self.dtype, self.state_form, self.rule, *of_grads, self.on_meta, self.is_whole
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +90,15 @@ def default_cap_bytes(backend: str, world_size: int) -> int:
     return max(16 * MIB, world_size * slice_bytes)
 
 
-def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
+def plan_buckets(
+    params: Sequence[ParamSpec], world_size: int, cap_bytes: int, loads: Sequence[Load] | None = None
+) -> list[BucketPlan]:
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
     A bucket holds one dtype, gradients of one dtype and divisor, one rule, and state stored in one form. It is closed
     by the first parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its
-    own. Inside, large parameters come first.
+    own. Inside, large parameters come first. Those that lie whole on one rank have buckets of their own, and are
+    dealt so that over all buckets each rank's cost about the same. ``loads``: what ranks own of such already.
     Raises ValueError for an impossible cap or world size.
     """
     if cap_bytes < 1:
@@ -108,12 +118,17 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
             closed.append(bucket)
         bucket.append(index)
         filled_bytes[kind] += param.nbytes
+    whole = [index for index, param in enumerate(params) if param.is_whole]
+    costs = [params[index].cost or 0 for index in whole]
+    dealt = owners(costs, [params[index].numel for index in whole], world_size, loads)
+    owner_of = dict(zip(whole, dealt, strict=True))
     plans = []
     for bucket in closed:
         first = params[bucket[0]]
         bucket.sort(key=lambda index: params[index].nbytes < ZERO_COPY_BYTES)
         start_align = max(1, START_ALIGN_BYTES // first.itemsize)
-        layout = Layout(tuple(params[i].numel for i in bucket), world_size, start_align)
+        of_bucket = tuple(owner_of[i] for i in bucket) if first.is_whole else None
+        layout = Layout(tuple(params[i].numel for i in bucket), world_size, start_align, of_bucket)
         num_zero_copy = sum(params[i].nbytes >= ZERO_COPY_BYTES for i in bucket)
         if layout.shard_numel * first.itemsize < ZERO_COPY_SLICE_BYTES:
             num_zero_copy = 0

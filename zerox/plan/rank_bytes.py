@@ -6,16 +6,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from zerox.plan.kept import mask_bytes, storage_bytes
+from zerox.plan.layout import Layout
 from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
 from zerox.plan.plan import Plan, TrainedPlan
 from zerox.plan.resident import resident_limit
+from zerox.plan.span import Span
 from zerox.plan.stage import SHARDED, Stage
 
 
 @dataclass(frozen=True)
 class Site:
     """Where a plan is trained. ``near``: how many ranks can read each other's gradients. ``on_host``: parameters lie in
-    the host's memory. ``exchange``: what it comes to. ``mesh``: (replicate, shard), if both are more than one."""
+    the host's memory. ``exchange``: what it comes to. ``mesh``: (replicate, shard), if both are more than one.
+    ``shard``: of each bucket, whose bytes are asked for: they differ where parameters have owners."""
 
     stage: Stage
     backend: str
@@ -24,6 +27,7 @@ class Site:
     on_host: bool
     exchange: str
     mesh: tuple[int, int] | None = None
+    shard: int = 0
 
     @property
     def shards_grads(self) -> bool:
@@ -44,6 +48,22 @@ class Site:
         return self.backend == "gloo" and self.exchange != "native"
 
 
+def heaviest_shard(plan: Plan) -> int:
+    """The one of which all buckets together have most elements."""
+    layouts = [bucket.layout for bucket in plan.buckets]
+    if all(layout.owners is None for layout in layouts):
+        return 0
+    shards = range(max(layout.world_size for layout in layouts))
+    numels = [sum(_own(layout, shard).numel for layout in layouts) for shard in shards]
+    return numels.index(max(numels))
+
+
+def _own(layout: Layout, shard: int, together: int = 1) -> Span:
+    """A shard, or those that are kept ``together`` with it. A subgroup has fewer than all ranks have."""
+    first = shard % layout.world_size // together * together
+    return Span(layout.shard_starts[first], layout.shard_starts[first + together])
+
+
 def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None, open_bytes: int = 0) -> int:
     """With what of sharded ones may be whole: the limit, or ``open_bytes`` if these are more. ValueError as
     resident_limit()."""
@@ -53,7 +73,7 @@ def parameter_bytes(plan: Plan, site: Site, resident_mb: float | None, open_byte
     together = site.mesh[0] if site.mesh is not None else 1  # parameters are sharded over the other axis only
     own = sum(table.most_rows(site.world_size) * table.width * table.itemsize for table in plan.tables)
     for bucket in plan.buckets:
-        own += storage_bytes(together * bucket.layout.shard_numel, bucket.itemsize, site.on_host, 1)
+        own += storage_bytes(_own(bucket.layout, site.shard, together).numel, bucket.itemsize, site.on_host, 1)
     by_rows = plan.tables if site.on_host else ()  # elsewhere lookups give a table memory as a whole
     whole = [(f"table {plan.names[table.place]}", table.nbytes) for table in plan.tables if not by_rows]
     whole += [(f"the bucket of {plan.names[each.params[0]]}", each.nbytes) for each in plan.buckets]
@@ -70,7 +90,7 @@ def state_bytes(plan: Plan, site: Site, masked: Collection[int]) -> tuple[int, i
         masters += num_rows * sum(kept.row_bytes(table.width) for kept in table.kept if kept.is_master)
         others += num_rows * sum(kept.row_bytes(table.width) for kept in table.kept if not kept.is_master)
     for each in plan.trained:
-        numel = each.bucket.layout.shard_numel
+        numel = _own(each.bucket.layout, site.shard).numel
         masters += sum(kept.nbytes(numel, site.on_host) for kept in each.kept if kept.is_master)
         others += sum(kept.nbytes(numel, site.on_host) for kept in each.kept if not kept.is_master)
         others += 0 if set(each.bucket.params).isdisjoint(masked) else mask_bytes(numel)
@@ -81,8 +101,9 @@ def flow_of(each: TrainedPlan, site: Site) -> Flow:
     """A bucket's gradients from backward to the mean."""
     layout, wire = each.bucket.layout, each.wire
     num_zero_copy = _num_zero_copy(each, site)
-    shard = layout.shard_numel * wire.itemsize
-    flat = layout.world_size * _slice_bytes(each, wire.itemsize) - layout.end_of(num_zero_copy) * wire.itemsize
+    shard = _own(layout, site.shard).numel * wire.itemsize
+    packed = layout.numel - sum(layout.numels_in_front(num_zero_copy)) + layout.world_size * layout.trailer_numel
+    flat = packed * wire.itemsize
     zero_copy = sum(layout.numels[:num_zero_copy]) * wire.grad_itemsize
     received, reducing = _received(each, site) if layout.world_size > 1 else (0, 0)
     is_alone = site.world_size == 1  # then gradients are the mean
@@ -118,9 +139,10 @@ def _num_zero_copy(each: TrainedPlan, site: Site) -> int:
     return each.bucket.num_zero_copy if stay else 0
 
 
-def _slice_bytes(each: TrainedPlan, itemsize: int) -> int:
+def _slice_numel(each: TrainedPlan, site: Site, together: int = 1) -> int:
+    """Of this rank's slice, or of those of the ranks whose shards lie together with its own."""
     layout = each.bucket.layout
-    return (layout.shard_numel + layout.trailer_numel) * itemsize
+    return _own(layout, site.shard, together).numel + together * layout.trailer_numel
 
 
 def _received(each: TrainedPlan, site: Site) -> tuple[int, int]:
@@ -131,14 +153,15 @@ def _received(each: TrainedPlan, site: Site) -> tuple[int, int]:
     wire, size = each.wire, each.bucket.layout.world_size
     if site.mesh is None:
         beside = site.near if size == site.world_size else size if site.near == site.world_size else 1
-        # Of a subgroup perhaps none are beside.
-        return _num_slices(site, size, beside) * _slice_bytes(each, wire.itemsize), 0
+        # Of a subgroup perhaps none is beside.
+        return _num_slices(site, size, beside) * _slice_numel(each, site) * wire.itemsize, 0
     replicate, shard = site.mesh
-    sum_bytes = _slice_bytes(each, wire.sum_itemsize)
-    inner = _num_slices(site, shard, min(site.near, shard)) * _slice_bytes(each, wire.itemsize) * replicate
+    column, sum_bytes = _slice_numel(each, site, replicate), _slice_numel(each, site) * wire.sum_itemsize
+    inner = _num_slices(site, shard, min(site.near, shard)) * column * wire.itemsize
     outer = _num_slices(site, replicate, max(1, site.near // shard)) * sum_bytes
-    rounded = each.bucket.layout.shard_numel * wire.sum_itemsize if wire.sum_itemsize != wire.itemsize else 0
-    return inner, outer + (replicate + 1) * sum_bytes + rounded
+    own = _own(each.bucket.layout, site.shard).numel
+    rounded = own * wire.sum_itemsize if wire.sum_itemsize != wire.itemsize else 0
+    return inner, outer + column * wire.sum_itemsize + sum_bytes + rounded
 
 
 def _num_slices(site: Site, size: int, num_near: int) -> int:

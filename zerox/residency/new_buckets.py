@@ -73,7 +73,7 @@ class NewBuckets:
         """On a mesh the shards of all ranks that differ from this one in the replicate axis only: they lie together."""
         together = self.ranks.size // len(holders_of(self.ranks))
         first = self.ranks.shard_of(self.ranks.rank) // together * together
-        return Span(layout.shard_span(first).start, layout.shard_span(first + together - 1).stop)
+        return Span(layout.shard_starts[first], layout.shard_starts[first + together])
 
     def add(
         self,

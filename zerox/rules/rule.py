@@ -98,6 +98,13 @@ class Rule:
     numbers: Sequence[NumberSpec] = ()
     of_rows: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda group, step: group
 
+    def cost(self, shape: Sequence[int]) -> int | None:
+        """Of an update, beside those of other shapes, if it needs the whole parameter, which then lies on one rank.
+
+        None: ranks update parts of it.
+        """
+        return None
+
     @property
     def on_host(self) -> bool:
         """Whether the ``numbers`` and the count of updates are read on the host in every step, and lie there."""

@@ -42,7 +42,7 @@ def full_state(
                     found.setdefault(bucket.members[segment.slot].number, {})[spec.key] = shown
         absent = _absent(bucket, segments, ranks, root)
         for stored in in_full(bucket):
-            shards = ranks.gather(stored.values, root)
+            shards = ranks.gather(_padded(stored.values, bucket.plan.layout.shard_numel), root)
             for slot, whole in _assemble(bucket, segments, shards, device) if shards else ():
                 if (slot, stored.spec.key) not in absent and is_shown(bucket, stored, slot):
                     found[bucket.members[slot].number][stored.spec.key] = whole
@@ -106,9 +106,16 @@ def _all_gather(
     numbers: Tensor, segments: Sequence[Sequence[Segment]], ranks: Ranks, to: int | None
 ) -> Sequence[Tensor]:
     """One number for each row, of every rank: ranks have different counts of rows."""
-    padded = numbers.new_zeros(max(map(len, segments)))
-    padded[: numbers.numel()] = numbers
-    return ranks.gather(padded, to)
+    return ranks.gather(_padded(numbers, max(map(len, segments))), to)
+
+
+def _padded(values: Tensor, numel: int) -> Tensor:
+    """As many on all ranks as the one has that has most."""
+    if values.numel() == numel:
+        return values
+    padded = values.new_zeros(numel)
+    padded[: values.numel()] = values
+    return padded
 
 
 def _absent(

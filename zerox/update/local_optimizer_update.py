@@ -170,7 +170,7 @@ class LocalOptimizerUpdate:
         if index in self.before:
             bucket.param_shard.copy_(self.before[index])
         elif bucket.master is None:
-            flat, first = bucket.buffer.flat, bucket.plan.layout.shard_numel
+            flat, first = bucket.buffer.flat, bucket.plan.layout.shard_span(0).stop
             what = f"the old parameters of {bucket.describe(index)}"
             self.grads.ranks.broadcast(flat[:first], what, root=1)
             self.grads.ranks.broadcast(flat[first:], what, root=0)

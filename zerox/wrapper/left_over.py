@@ -25,7 +25,7 @@ from zerox.memory.bucket import Member, describe, segment_table
 from zerox.memory.flat import dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import quote
-from zerox.options import PARAM_DTYPES, OptimizerOptions
+from zerox.options import PARAM_DTYPES, OptimizerOptions, Planned
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.stage import stage_of
@@ -164,7 +164,7 @@ class LeftOver:
         known = {id(param) for _, param in apart}
         self.ranks.check_same([_line(name, param, id(param) in known) for name, param in trained])
         trained = [each for each in trained if id(each[1]) not in known]
-        plans = options.plan([(n, p, "", None, ()) for n, p in trained], self.ranks.backend, self.ranks.size)
+        plans = options.plan([Planned(*each) for each in trained], self.ranks.backend, self.ranks.size)
         self.grads = Grads(self.ranks, stage_of(1), self.reduce_dtype)
         for plan in plans:
             members = [Member(*trained[i], group=0, number=i) for i in plan.params]

@@ -1,0 +1,36 @@
+"""Which ranks own the parameters that lie whole on one."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """What a rank's own parameters cost in one update, and how many elements they have."""
+
+    cost: int = 0
+    numel: int = 0
+
+
+def owners(
+    costs: Sequence[int], numels: Sequence[int], world_size: int, loads: Sequence[Load] | None = None
+) -> tuple[int, ...]:
+    """A rank for each parameter, so that no rank has much more to compute than the others.
+
+    The costliest goes first, each to the rank that has least so far: of equal costs the longer one first, of equally
+    loaded ranks the one with fewer elements, then the first. ``loads``: what ranks have already. Ranks that pass the
+    same get the same.
+    """
+    loads = [Load()] * world_size if loads is None else loads
+    assert len(costs) == len(numels), f"{len(costs)} costs of {len(numels)} parameters"
+    assert len(loads) == world_size, f"{len(loads)} loads of {world_size} ranks"
+    least = [(*load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
+    found = [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], -numels[place], place)):
+        cost, numel, rank = least[0]
+        found[place] = rank
+        heapq.heapreplace(least, (cost + costs[place], numel + numels[place], rank))
+    return tuple(found)
