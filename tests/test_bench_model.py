@@ -12,7 +12,7 @@ import torch
 
 from bench import network
 from bench.network import MODELS, Flight, Network, bound_bytes, named_parameters, round_s, step_s
-from zerox.options import OptimizerOptions
+from zerox.options import OptimizerOptions, Planned
 from zerox.plan.buckets import ParamSpec, plan_buckets
 
 # As published by the models' authors, by name and exactly.
@@ -34,7 +34,7 @@ def test_models_have_as_many_parameters_as_published(name: str) -> None:
 def test_a_plan_of_405_b_parameters_over_16384_ranks_takes_no_memory_to_speak_of() -> None:
     named = named_parameters("llama-405b", torch.bfloat16)
     tracemalloc.start()
-    plans = OptimizerOptions().plan([(name, param, "adam", None, ()) for name, param in named], "gloo", 16_384)
+    plans = OptimizerOptions().plan([Planned(name, param, "adam") for name, param in named], "gloo", 16_384)
     assert all(plan.layout.segments(16_383) is not None for plan in plans)
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()

@@ -184,7 +184,7 @@ class _Training:
         """Raises for options that don't go together, and for what is no table. ``words``: the constructor's options."""
         facts = self.facts(self.dense)
         of_tables: list[Any] = [([tensor], group) for _, tensor, group in self.tables]
-        of_dense = [([self.ours[place][1] for place in self.dense], {})] if self.dense else []
+        of_dense: list[Any] = [([self.ours[place][1] for place in self.dense], {})] if self.dense else []
         for tensors, group in of_tables + of_dense:
             own = {name: value for name, value in group.items() if name != "params"}
             on_meta = words.get("model") is not None and any(tensor.is_meta for tensor in tensors)

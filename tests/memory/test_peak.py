@@ -20,7 +20,7 @@ from tests.lingering import await_lingering
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 from zerox import FusedShardedAdam, MemoryBytes, estimate
-from zerox.options import OptimizerOptions
+from zerox.options import OptimizerOptions, Planned
 from zerox.plan import buckets
 
 WIDTH, CAP_MB = 512, 4.0
@@ -209,7 +209,7 @@ def construct(_: int, world_size: int, library: Path, dtype: torch.dtype) -> tup
     model = Wide(dtype, DEFAULT_WIDTH)
     peak = allocator.peak_of(lambda: FusedShardedAdam(model.parameters())) - base
     params = list(model.parameters())
-    plans = OptimizerOptions().plan([("", param, "adam", None, ()) for param in params], "gloo", world_size)
+    plans = OptimizerOptions().plan([Planned("", param, "adam") for param in params], "gloo", world_size)
     return peak, estimate(params, world_size), max(plan.layout.numel * dtype.itemsize for plan in plans)
 
 
