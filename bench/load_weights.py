@@ -12,6 +12,7 @@ is most. FOLDER must be on the disk that is meant. What is loaded is compared bi
 from __future__ import annotations
 
 import statistics
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,25 +36,26 @@ from zerox.checkpoint.weight_reader import WeightReader
 OTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
 
 
-def source_of(training: Training, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same on all ranks."""
-    generator = torch.Generator().manual_seed(7)
-    params = dict(training.model().named_parameters())
-    return {name: torch.randn(param.shape, generator=generator).to(dtype) for name, param in params.items()}
+def value_of(name: str, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the file: the same on all ranks. Each by itself, so that no rank has all of them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(param.shape, generator=generator).to(dtype)
 
 
-def write(file: Path, tensors: dict[str, Tensor]) -> None:
-    header, entries = make_header([(name, each.dtype, each.shape) for name, each in tensors.items()])
+def write(file: Path, model: nn.Module, dtype: torch.dtype) -> None:
+    params = dict(model.named_parameters())
+    header, entries = make_header([(name, dtype, param.shape) for name, param in params.items()])
     with file.open("wb") as stream:
         stream.write(header)
         for name in entries:
-            stream.write(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+            value = value_of(name, params[name], dtype)
+            stream.write(value.view(-1).view(torch.uint8).numpy().data)
 
 
-def check(model: nn.Module, source: dict[str, Tensor]) -> None:
+def check(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises WrongResult unless the model has these, converted."""
     for name, param in model.named_parameters():
-        if not torch.equal(param.detach(), source[name].to(param.dtype)):
+        if not torch.equal(param.detach(), value_of(name, param, dtype).to(param.dtype)):
             raise WrongResult(f"{name} is not what the file has")
 
 
@@ -96,13 +98,12 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
         for what, dtype in (("load", own), ("load, converted", OTHER[own])):
             model = training.model()
             optimizer = FusedShardedAdam(model.named_parameters(), stage=stage)
-            source, file = source_of(training, dtype), folder / f"{stage} {dtype}.safetensors"
+            file = folder / f"{stage} {dtype}.safetensors"
             if rank == 0:
-                write(file, source)
+                write(file, model, dtype)
             dist.barrier()
             load_weights(optimizer, file)
-            check(model, source)
-            del source
+            check(model, dtype)
             parts = own_parts(optimizer, model, find_weights(file).tensors)
             read = torch.tensor([read_ranges(file, parts)])
             dist.all_reduce(read)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import load_weights
 from bench.jobs import WrongResult
@@ -29,10 +30,11 @@ def test_it_weighs_and_times_loading_beside_reading(tmp_path: Path, capsys: pyte
 
 
 def test_a_wrong_load_is_not_timed() -> None:
-    training = Training(layers=1, width=64, vocabulary=100)
-    model = training.model()
-    source = {name: param.detach().clone() for name, param in model.named_parameters()}
-    load_weights.check(model, source)
-    source["token_embedding.weight"].view(-1)[3] += 1
+    model = Training(layers=1, width=64, vocabulary=100).model()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(load_weights.value_of(name, param, torch.bfloat16))
+        load_weights.check(model, torch.bfloat16)
+        model.get_parameter("token_embedding.weight").view(-1)[3] += 1
     with pytest.raises(WrongResult, match=r"token_embedding[.]weight is not what the file has"):
-        load_weights.check(model, source)
+        load_weights.check(model, torch.bfloat16)
