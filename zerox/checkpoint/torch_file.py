@@ -93,9 +93,11 @@ def _members(file: io.FileIO, path: str) -> dict[int, int]:
     try:
         with zipfile.ZipFile(whole) as archive:  # type: ignore[arg-type]
             listed = archive.infolist()
-        # Not by zipfile, for which nothing has a checksum that torch was told to leave out.
-        orders = [whole.part(each) for each in listed if each.filename.endswith(BYTE_ORDER)]
-        found = {whole.start_of(each): each.file_size for each in listed if each.compress_type == zipfile.ZIP_STORED}
+            stored = [each for each in listed if each.compress_type == zipfile.ZIP_STORED]
+            # torch may have been told to leave out the checksums, without which zipfile reads nothing.
+            asked = [each for each in listed if each.filename.endswith(BYTE_ORDER)]
+            orders = [whole.part(each) if each in stored else archive.read(each) for each in asked]
+        found = {whole.start_of(each): each.file_size for each in stored}
     except OSError:
         raise
     except Exception:  # zipfile raises anything for damaged archives
