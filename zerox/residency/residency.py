@@ -71,6 +71,7 @@ class Residency:
         assert ranks.given is not None
         neighbours = self._neighbours()
         all_neighbours = bool(neighbours) and all(neighbours)
+        timeout = time_of(ranks.given)
         self.residents = C.Residency(
             group=None if all_neighbours else self._messages(),
             failure_detector=ranks.failure_detector,
@@ -79,12 +80,12 @@ class Residency:
             ranks=in_order(ranks),
             num_holders=len(holders_of(ranks)),
             rank=holders_of(ranks).index(ranks.rank),
-            timeout=time_of(ranks.given),
+            timeout=timeout,
             faults=_may_fault(),
         )
         weakref.finalize(self, self.residents.leave_to_params).atexit = False
         if all_neighbours:
-            C.wait_until_awaited(manager.backward, FOR_LATE_RANKS)
+            C.wait_until_awaited(manager.backward, min(FOR_LATE_RANKS, timeout / 4))
         written_alone.watch(self, ranks.given)
         self.new = NewBuckets(ranks, self.residents, neighbours, resident_mb)
         # The same objects, which grow with each adoption.
