@@ -114,6 +114,7 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
             row = {"what": what, "ranks": world_size, "stage": stage, "dtype": training.dtype, "mib": nbytes / MIB}
             row |= {"seconds": seconds, "read_seconds": plain, "ratio": seconds / plain, "tensor_mib": tensor_mib}
             rows.append({**row, "read": int(read) / nbytes})
+            del model, optimizer, parts, jobs  # before the next ones are made
     return rows
 
 

@@ -39,7 +39,7 @@ TEST(a_launcher_waits_until_few_have_not_reduced) {
     Rig rig(true, seed);
     for (int64_t i = 0; i < 12; ++i) {
       rig.launch(i);
-      CHECK(rig.workers.await_all_but(1, {10s}) == WaitEnd::few);
+      CHECK(rig.workers.await_all_but(1, {10s}) == zx::WaitEnd::few);
       CHECK(rig.workers.num_launched() - rig.workers.num_reduced() <= 1);
     }
     CHECK_EQ(rig.workers.drain(), std::string());
@@ -51,17 +51,17 @@ TEST(a_launcher_does_not_wait_for_what_never_lands) {
   stalled.exchange.stalls_from = 1;
   for (int64_t i = 0; i < 3; ++i) stalled.launch(i);
   const auto start = std::chrono::steady_clock::now();
-  CHECK(stalled.workers.await_all_but(1, {50ms}) == WaitEnd::too_long);
+  CHECK(stalled.workers.await_all_but(1, {50ms}) == zx::WaitEnd::too_long);
   int looks = 0;
   CHECK(stalled.workers.await_all_but(1, {.least = 5ms, .most = 60s, .ends = [&] { return ++looks == 3; }}) ==
-        WaitEnd::in_vain);
+        zx::WaitEnd::in_vain);
   CHECK_EQ(looks, 3);
   CHECK(std::chrono::steady_clock::now() - start < 5s);
 
   Rig failing;
   failing.exchange.fails_from = 0;
   for (int64_t i = 0; i < 3; ++i) failing.launch(i);
-  CHECK(failing.workers.await_all_but(0, {10s}) == WaitEnd::few);
+  CHECK(failing.workers.await_all_but(0, {10s}) == zx::WaitEnd::few);
 }
 
 // Hooks come from several autograd threads, under the manager's lock.
