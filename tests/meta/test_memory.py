@@ -14,7 +14,7 @@ from bench.allocator import Allocator, build
 from tests.memory.test_peak_sharded import free_what_is_left
 from tests.meta.pretrained import pretrained_twin
 from tests.meta.rig import SEED, on_meta
-from tests.ranks import run_ranks
+from tests.ranks import pool, run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, estimate
 from zerox._C import most_room_bytes, room_bytes
 
@@ -22,6 +22,12 @@ MIB = 2**20
 LAYERS, WIDTH = 40, 512  # a MiB each
 LIMIT_MB = 3
 WITHIN = 1.02
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks() -> None:
+    """Those of other files may have optimizers that live on, and would be waited for."""
+    pool.close()
 
 
 class Deep(nn.Module):
