@@ -345,6 +345,15 @@ def test_a_state_dict_of_a_wrapper_is_renamed(tmp_path: Path) -> None:
     assert has_loaded(model)
 
 
+def test_training_goes_on_after_a_part_was_loaded(tmp_path: Path) -> None:
+    tensors = source()
+    del tensors["a.bias"]
+    torch.save(tensors, tmp_path / "x.pt")
+    model, optimizer = built(2)
+    assert load_weights(optimizer, tmp_path / "x.pt", strict=False) == (["a.bias"], [])
+    step(model, optimizer, 0, 0)
+
+
 @pytest.mark.parametrize("option", ["no checksums", "mmap"])
 def test_options_of_torch_change_nothing(tmp_path: Path, option: str) -> None:
     from torch.utils.serialization import config

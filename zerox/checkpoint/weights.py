@@ -84,7 +84,7 @@ def load_weights(
     files = _agree_on_files(core, path, ranks, failure)
     with FailingAs(failure):
         core.gather.prepare_checkpoint()
-    reader = WeightReader(files)
+    reader, before = WeightReader(files), core.loading.half_loaded
     try:
         with core.gather.updating():
             chosen = _choose(optimizer, files, rename, strict, ranks, failure)
@@ -97,8 +97,7 @@ def load_weights(
                     reader.plan(name, stored, parts[weight.names])
             _read_all(core, path, ranks, loaded, reader)
         give_out_loaded(core, loaded)
-        if not chosen.keys.missing_keys:
-            core.loading.half_loaded = ""
+        core.loading.half_loaded = before if chosen.keys.missing_keys else ""  # a part does not mend another load
     finally:
         reader.close()
     return chosen.keys
