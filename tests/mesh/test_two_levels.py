@@ -24,15 +24,15 @@ from zerox.ranks import advice
 WORLD = 4
 STEPS = 3
 MAX_NORM = 0.05
+SHAPES: list[tuple[int, ...]] = [(70, 90), (3,), (0,), (), (257, 33), (40,)]
 
 
 class Awkward(nn.Module):
     """Parameters that are large, small, empty, of one element, and that some batches don't reach."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
-        shapes = [(70, 90), (3,), (0,), (), (257, 33), (40,)]
         weights = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         self.weights = nn.ParameterList(map(nn.Parameter, weights))
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.bucket_manager.test_zero_copy import from_bytes
+from tests.mesh.test_two_levels import SHAPES as OF_MESH
+from tests.mesh.test_two_levels import Awkward as OfMesh
 from tests.meshes import mesh_once
 from tests.optimizer.combined import digest
 from tests.ranks import run_ranks
@@ -20,24 +22,15 @@ from tests.whole.rig import unequal_buckets, whole
 from zerox import FusedShardedAdam
 
 STEPS = 3
-SHAPES = [(70, 90), (3,), (0,), (), (257, 33), (40,), (130, 64), (4096,), (9, 9), (100, 100)]
+SHAPES = [*OF_MESH, (130, 64), (4096,), (9, 9), (100, 100)]
 
 
-class Awkward(nn.Module):
-    """Parameters that are large, small, empty, of one element, transposed, and that some batches don't reach."""
+class Awkward(OfMesh):
+    """More parameters, and a transposed one."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-        values[6] = values[6].t()
-        self.weights = nn.ParameterList(map(nn.Parameter, values))
-
-    def forward(self, seed: int, skipped: Sequence[int]) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        factors = [torch.randn(weight.shape, generator=generator) for weight in self.weights]
-        pairs = [pair for at, pair in enumerate(zip(self.weights, factors, strict=True)) if at not in skipped]
-        return torch.stack([(weight.float() ** 2 * factor).sum() for weight, factor in pairs]).sum()
+        super().__init__(dtype, SHAPES)
+        self.weights[6] = nn.Parameter(self.weights[6].detach().t())
 
 
 @dataclass(frozen=True)
