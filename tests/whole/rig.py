@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 from zerox import FusedShardedAdam
 from zerox.rules.rule import Rule
 
 
-def cost(rule: Rule, shape: Sequence[int]) -> int | None:
+def cost(rule: Rule, shape: Sequence[int], group: Mapping[str, Any]) -> int | None:
     """Drawn from the shape: with a parameter's size as its cost ranks would have about as much each."""
     return hashlib.sha256(str(tuple(shape)).encode()).digest()[0] if rule.name != "sgd" else None
 

@@ -136,9 +136,9 @@ def owned(rank: int, _: int) -> tuple[list[Load], list[Load], set[int]]:
     params = list(model.parameters())
     with whole():
         optimizer = FusedShardedAdam(params[:4], bucket_cap_mb=0.03)
-        first = loads_of(optimizer.inside.buckets, optimizer.inside.grads.subgroups)[0]
+        first = loads_of(optimizer.inside.buckets, optimizer.param_groups, optimizer.inside.grads.subgroups)[0]
         optimizer.add_param_group({"params": params[4:]})
-        second = loads_of(optimizer.inside.buckets, optimizer.inside.grads.subgroups)[0]
+        second = loads_of(optimizer.inside.buckets, optimizer.param_groups, optimizer.inside.grads.subgroups)[0]
     segments = [each for bucket in optimizer.inside.buckets for each in bucket.own_segments]
     assert all(each.param_start == 0 for each in segments)
     mine = {bucket.members[own.slot].number for bucket in optimizer.inside.buckets for own in bucket.own_segments}
@@ -148,7 +148,7 @@ def owned(rank: int, _: int) -> tuple[list[Load], list[Load], set[int]]:
 def test_a_group_that_is_added_goes_to_those_who_have_least() -> None:
     by_rank = run_ranks(owned, 3)
     first, second, _ = by_rank[0]
-    costs = {side: cost(ADAM, (side, side)) or 0 for side in (80, 70, 60, 50, 40, 30, 20)}
+    costs = {side: cost(ADAM, (side, side), {}) or 0 for side in (80, 70, 60, 50, 40, 30, 20)}
     assert all(each[:2] == (first, second) for each in by_rank)
     assert sum(load.cost for load in first) == sum(costs[side] for side in (80, 70, 60, 50))
     assert sum(load.numel for load in second) == sum(side**2 for side in costs)

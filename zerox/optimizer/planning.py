@@ -51,15 +51,15 @@ def subgroups_in_order(subgroups: Subgroups) -> list[Subgroup]:
     return [subgroups.all, *subgroups.made.values()]
 
 
-def loads_of(buckets: Sequence[Bucket], subgroups: Subgroups) -> list[list[Load]]:
+def loads_of(buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], subgroups: Subgroups) -> list[list[Load]]:
     """What ranks own of parameters that lie whole on one, by subgroup and by rank."""
     found = [[Load()] * subgroup.ranks.size for subgroup in subgroups_in_order(subgroups)]
     for bucket in buckets:
         subgroup = subgroups.of_group[bucket.members[0].group]
         loads = next(of for of, each in zip(found, subgroups_in_order(subgroups), strict=True) if each is subgroup)
-        for owner, param in zip(bucket.plan.layout.owners or (), bucket.buffer.params, strict=False):
-            cost = loads[owner].cost + (bucket.rule.cost(param.shape) or 0)
-            loads[owner] = Load(cost, loads[owner].numel + param.numel())
+        for owner, member in zip(bucket.plan.layout.owners or (), bucket.members, strict=False):
+            cost = loads[owner].cost + (bucket.rule.cost(member.local.shape, groups[member.group]) or 0)
+            loads[owner] = Load(cost, loads[owner].numel + member.local.numel())
     return found
 
 
@@ -107,7 +107,7 @@ def _trained(around: Around, given: Sequence[Given], dense: Sequence[int]) -> It
         shown: list[Planned] = []
         for each in (given[place] for place in places):
             rule, divisor, param = rules.of(each.group), options.divisor_of(each.group), local_of(each.param)
-            cost = rule.cost(param.shape)
+            cost = rule.cost(param.shape, each.group)
             shown.append(Planned(each.name, param, rule.name, divisor, each.replicated_over, cost))
         for bucket in _planned(around, shown, places, subgroup):
             groups, first = [given[place].group for place in bucket.params], given[bucket.params[0]]

@@ -98,10 +98,9 @@ class Rule:
     numbers: Sequence[NumberSpec] = ()
     of_rows: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda group, step: group
 
-    def cost(self, shape: Sequence[int]) -> int | None:
-        """Of an update, beside those of other shapes, if it needs the whole parameter, which then lies on one rank.
-
-        None: ranks update parts of it.
+    def cost(self, shape: Sequence[int], group: Mapping[str, Any]) -> int | None:
+        """Of the update of a parameter of this ``group``, beside that of others, if it needs the whole parameter, which
+        then lies on one rank. None: ranks update parts of it.
         """
         return None
 
