@@ -8,6 +8,7 @@ try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import estimate
     from zerox.memory.row_table import sparse_params
+    from zerox.muon import FusedShardedMuon
     from zerox.optimizer.clip_together import clip_grad_norm_
     from zerox.optimizer.join import join
     from zerox.optimizer.memory_bytes import MemoryBytes
@@ -28,6 +29,7 @@ __all__ = [
     "DistributedDataParallel",
     "FusedShardedAdam",
     "FusedShardedLion",
+    "FusedShardedMuon",
     "FusedShardedSGD",
     "GradScaler",
     "MemoryBytes",

@@ -1,4 +1,4 @@
-"""The optimizers that users call: a signature each, and the rule that updates."""
+"""The optimizers that users call: a signature each, and the rule that updates. Muon is in muon.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerox.update.local_optimizer_update import LocalOptimizerUpdate
 T = TypeVar("T")
 
 
-def _by_name(make: Callable[..., T], given: Mapping[str, Any]) -> Callable[[], T]:
+def by_name(make: Callable[..., T], given: Mapping[str, Any]) -> Callable[[], T]:
     """``make``, with those of a constructor's arguments that it has by these names."""
     return partial(make, **{name: given[name] for name in inspect.signature(make).parameters})
 
@@ -116,7 +116,7 @@ class FusedShardedAdam(Engine):
     ) -> None:
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, adam.ADAM.name), locals()
-        defaults, options = _by_name(adam.defaults, given), _by_name(OptimizerOptions, given)
+        defaults, options = by_name(adam.defaults, given), by_name(OptimizerOptions, given)
         super().__init__(params, make_rules, defaults, options, Surroundings(process_group, norm_group, model, init))
 
 
@@ -160,7 +160,7 @@ class FusedShardedSGD(Engine):
     ) -> None:
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, sgd.SGD.name), locals()
-        defaults, options = _by_name(sgd.defaults, given), _by_name(OptimizerOptions, given)
+        defaults, options = by_name(sgd.defaults, given), by_name(OptimizerOptions, given)
         super().__init__(params, make_rules, defaults, options, Surroundings(process_group, norm_group, model, init))
 
 
@@ -207,7 +207,7 @@ class FusedShardedLion(Engine):
     ) -> None:
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         make_rules, given = partial(rules_of, lion.LION.name), locals()
-        defaults, options = _by_name(lion.defaults, given), _by_name(OptimizerOptions, given)
+        defaults, options = by_name(lion.defaults, given), by_name(OptimizerOptions, given)
         super().__init__(params, make_rules, defaults, options, Surroundings(process_group, norm_group, model, init))
 
 

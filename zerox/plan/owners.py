@@ -14,6 +14,13 @@ class Load(NamedTuple):
     numel: int = 0
 
 
+def newton_schulz_cost(rows: int, columns: int) -> int:
+    """Multiplications and additions of five iterations on a matrix, over two: each has the products of an m by n matrix
+    (m the shorter side) with its transpose, of two m by m matrices, and of one of these with the first."""
+    m, n = min(rows, columns), max(rows, columns)
+    return 5 * (4 * m * m * n + 2 * m**3)
+
+
 def owners(
     costs: Sequence[int], numels: Sequence[int], world_size: int, loads: Sequence[Load] | None = None
 ) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The rules that there are kernels for."""
+"""The rules that zerox has."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zerox.rules import adam, lion, sgd
+from zerox.rules import adam, lion, muon, sgd
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import FLAGS, Rule
 
-KNOWN: dict[str, Rule] = {rule.name: rule for rule in (adam.ADAM, sgd.SGD, lion.LION)}
+KNOWN: dict[str, Rule] = {rule.name: rule for rule in (adam.ADAM, sgd.SGD, lion.LION, muon.MUON)}
 DEFAULTS: dict[str, Callable[..., dict[str, Any]]] = {  # of param groups, from what the constructor is given
     adam.ADAM.name: adam.defaults,
     sgd.SGD.name: sgd.defaults,
     lion.LION.name: lion.defaults,
+    muon.MUON.name: muon.defaults,
 }
 
 

@@ -1,6 +1,7 @@
 """The update of buckets: kernel calls on parts of their shards, with several small buckets in one launch.
 
-local_optimizer_update.py has the other way to update, by an optimizer of torch's kind.
+matrices.py has the update of a rule that takes whole matrices, and local_optimizer_update.py that by an optimizer of
+torch's kind.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket, GradPart, Part
 from zerox.memory.stored import Stored
 from zerox.ops import Shard
+from zerox.rules.muon import MuonRule
 from zerox.rules.of_groups import Rules
 from zerox.rules.options_table import OptionsTables
 from zerox.rules.rule import Rule
+from zerox.update.matrices import MatrixUpdate
 
 Groups = Sequence[dict[str, Any]]
 
@@ -64,6 +67,7 @@ class FusedUpdate:
         self.buckets = buckets
         self.grads = grads
         self.grad_scale = grad_scale
+        self.matrices = MatrixUpdate(buckets, grads, grad_scale)
         self.options_tables = OptionsTables(rules, torch.device(grads.ranks.device), keeps_place)
         # By bucket, start, number of elements and first row, beside the state that they are views of. To make the views
         # of every part at every step would take longer than the update of a small one.
@@ -79,6 +83,7 @@ class FusedUpdate:
 
     def regroup(self, groups: Groups) -> None:
         self.options_tables.names = []
+        self.matrices.regroup()
 
     def refresh(self, groups: Groups) -> None:
         self.options_tables.refresh(groups)
@@ -91,7 +96,10 @@ class FusedUpdate:
         for run in self.launches:
             rule = self.buckets[run[0]].rule
             with ranges(run):
-                update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.remaining_factor(run[0]))
+                if isinstance(rule, MuonRule):
+                    self.matrices.update(run, groups)
+                else:
+                    update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.remaining_factor(run[0]))
             yield run
 
     def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
@@ -138,8 +146,8 @@ LEAST_IN_A_LAUNCH = 4 * 2**20
 def launches(order: Sequence[int], buckets: Sequence[Bucket], divisors: Sequence[object]) -> Iterator[list[int]]:
     """``order`` cut into runs of buckets that are updated together, before the gather of any of them begins.
 
-    A run has one rule and one divisor. On a GPU it has enough elements for a launch. The CPU has no launches: there a
-    run is one bucket.
+    A run has one rule and one divisor. On a GPU it has enough elements for a launch, or all matrices, of which equal
+    ones go together. The CPU has no launches: there a run is one bucket.
     """
     for _, alike in groupby(order, key=lambda index: (buckets[index].rule.name, divisors[index])):
         run: list[int] = []
@@ -148,7 +156,8 @@ def launches(order: Sequence[int], buckets: Sequence[Bucket], divisors: Sequence
             shard = buckets[index].param_shard
             run.append(index)
             numel += shard.numel()
-            if numel >= LEAST_IN_A_LAUNCH or shard.is_cpu:
+            is_full = numel >= LEAST_IN_A_LAUNCH and not isinstance(buckets[index].rule, MuonRule)
+            if is_full or shard.is_cpu:
                 yield run
                 run, numel = [], 0
         if run:
