@@ -51,7 +51,7 @@ def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[Matrix]:
     return [Matrix(stack, span, columns) for stack in stacks for span in spans]
 
 
-def rate(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+def rate(lr: Any, adjust_lr_fn: str | None, rows: int, columns: int) -> Any:
     """The factor of an orthogonal update. "match_rms_adamw" is of Liu et al., "Muon is Scalable for LLM Training"."""
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))

@@ -160,7 +160,8 @@ def _direction(due: Due, group: Mapping[str, Any]) -> Tensor:
 
 
 def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping[str, Any]) -> None:
-    lr = float(group["lr"])
+    lr = group["lr"]
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr  # its arithmetic is that of its dtype, as in torch
     param = own.part(own.bucket.param_shard)
     master = None if own.bucket.master is None else own.part(own.bucket.master.values)
     values = _values(param, master, own.bucket)
@@ -168,7 +169,7 @@ def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping
     for matrix, direction in orthogonal:
         part = matrix.of(shaped)
         part.mul_(1 - lr * group["weight_decay"])
-        part.add_(direction, alpha=-rate(lr, group["adjust_lr_fn"], *part.shape))
+        part.add_(direction, alpha=-float(rate(lr, group["adjust_lr_fn"], *part.shape)))
     _put_back(values, param, master, own.bucket)
 
 
