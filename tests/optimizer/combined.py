@@ -31,6 +31,7 @@ from zerox.rules.known import KNOWN
 
 STEPS = 2
 NUMELS = (5000, 70, 4500)  # with 8-bit moments, and too small for them
+MATRICES = (-1, 10)  # the shape of parameters that are to be matrices
 COUNT = 2  # of each rank, for mean_over()
 SPARSE = {"parts.0.weight": 0.5, "parts.1.weight": 0.25}
 
@@ -46,10 +47,10 @@ MASTERS = {  # by what is asked for and the parameters; others keep none
 class Scales(nn.Module):
     """Products of elements: their gradients have the same bits on every device, and are not 0 where a parameter is."""
 
-    def __init__(self, numels: Sequence[int], seed: int) -> None:
+    def __init__(self, numels: Sequence[int], seed: int, shape: Sequence[int] = (-1,)) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.parts = nn.ModuleList(Scale(torch.randn(numel, generator=generator)) for numel in numels)
+        self.parts = nn.ModuleList(Scale(torch.randn(numel, generator=generator).view(*shape)) for numel in numels)
 
     def add_table(self) -> None:
         """float32 beside float64, which no table is."""
@@ -96,7 +97,8 @@ class Training:
         mesh = mesh_of(way)
         cuts = 1 if mesh is None else mesh["tp"].size()  # each rank has as many elements as without
         self.averaged = rank if mesh is None or way[LIE_AS] != DTENSORS else mesh["shard"].get_local_rank()
-        self.model = Scales([numel * cuts for numel in NUMELS], seed=0).to(self.device, self.dtype)
+        self.shape = MATRICES if way["rule"] == '"muon"' else (-1,)
+        self.model = Scales([numel * cuts for numel in NUMELS], 0, self.shape).to(self.device, self.dtype)
         if way[LIE_AS] == DTENSORS:
             assert mesh is not None
             for part in self.model.parts:
@@ -157,7 +159,8 @@ class Training:
 
     def batch(self, step: int, micro: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * self.rank + 10 * step + micro)
-        return [torch.randn(numel, generator=generator).to(self.device, self.dtype) for numel in NUMELS]
+        drawn = [torch.randn(numel, generator=generator).view(*self.shape) for numel in NUMELS]
+        return [each.to(self.device, self.dtype) for each in drawn]
 
     def ids(self, step: int, micro: int) -> Tensor:
         """Of rows: the same on ranks that have the same table and average its gradients with others."""
@@ -272,7 +275,9 @@ def compare_a_step(
         mean = means[param]
         assert mean is not None
         grad = memory_order(mean)[elements].to(values.dtype) * by_count
-        expected, moments = torch_step(values, grad, old, config)
+        shape = local_of(param).shape if config.get("rule") == "muon" else (-1,)
+        expected, moments = torch_step(values.view(shape), grad.view(shape), old, config)
+        expected = expected.view(-1)
         if bucket.mask is not None:
             masked = ~bucket.mask.kept()[shard]
             expected = expected.masked_fill(masked, 0)

@@ -89,7 +89,17 @@ def lion_step(values: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.T
     return after.param, {"exp_avg": after.exp_avg}
 
 
-OTHER_STEPS = {"sgd": sgd_step, "lion": lion_step}
+def muon_step(values: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+    """Of a whole matrix, whose state is 1-D."""
+    leaf = torch.nn.Parameter(values.clone())
+    leaf.grad = grad.clone()
+    torchs = torch.optim.Muon([leaf], **config)
+    torchs.state[leaf] = {"momentum_buffer": state["momentum_buffer"].view(values.shape).clone()}
+    torchs.step()
+    return leaf.detach(), {"momentum_buffer": torchs.state[leaf]["momentum_buffer"].view(-1)}
+
+
+OTHER_STEPS = {"sgd": sgd_step, "lion": lion_step, "muon": muon_step}
 
 
 def make_awkward(dtype: torch.dtype) -> tuple[nn.Module, Callable[[int, int], None]]:

@@ -1,7 +1,8 @@
 """The parts of one optimizer, each an object that takes the core: Note [Parts of an optimizer] in core.py.
 
 core: what the parts have together, and how its ranks synchronize
-planning, adoption: how parameters get buckets; moved: those that .to() or .data = took away
+planning, adoption: how parameters get buckets; owned: what to say of whole ones; moved: those that .to() or .data =
+  took away
 on_meta, materialize: how a model on the meta device gets memory and first values;
   pretrained: by transformers; adapters: by PEFT
 groups, param_groups: the optimizer's own groups and state, and groups that users add or change

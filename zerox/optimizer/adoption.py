@@ -14,6 +14,7 @@ from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.optimizer.core import Core
 from zerox.optimizer.materialize import Materializer
+from zerox.optimizer.owned import say_of_owned
 from zerox.optimizer.planning import Around, loads_of, plan_members, subgroups_in_order
 from zerox.optimizer.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
 from zerox.plan.plan import Plan, TrainedPlan
@@ -45,7 +46,7 @@ class Adoption:
         core, groups = self.core, self.core.groups.param_groups
         known = [m for bucket in core.buckets for m in bucket.members], [*added, *core.frozen]
         calls = words_of_calls(overlaps, joins, masks=joins and core.sparsity is not None)
-        check_pairs(core.options, core.grads.subgroups, groups, known, calls)
+        check_pairs(core.options, core.grads.subgroups, groups, known, calls, core.rules.default.name)
         core.calls.own.check(groups, core.rules, core.options, bool(core.grads.model.axes))
 
     def adopt(self, members: Sequence[Member], materializer: Materializer | None = None) -> None:
@@ -90,6 +91,7 @@ class Adoption:
             core.overlap.learn_buckets()
         tables = [table for table in core.tables if id(table.param) in adopted]
         core.loading.take_adopted(made, tables)
+        say_of_owned(core)
 
     def _plan(self, members: Sequence[Member]) -> Plan:
         core, subgroups = self.core, self.core.grads.subgroups

@@ -15,7 +15,7 @@ from zerox.memory.torch_optimizer import TorchOptimizer
 from zerox.options import OptimizerOptions
 from zerox.ranks.subgroups import own_group
 from zerox.ranks.wrapped import bare_names
-from zerox.rules.of_groups import Rules
+from zerox.rules.of_groups import RULE, Rules
 
 NAMES = "param_names"  # of a group, where parameters were given with names
 
@@ -64,7 +64,7 @@ class Groups:
         self.check(group)
 
     def complete(self, group: dict[str, Any], index: int) -> None:
-        self.options.check_pairs(group)
+        self.options.check_pairs({RULE: self.rules.default.name, **group})
         self.rules.complete(group, f"param group {index}", self.optimizer.defaults)
 
     def check(self, group: dict[str, Any]) -> None:

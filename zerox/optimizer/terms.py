@@ -42,10 +42,12 @@ def check_pairs(
     groups: Sequence[dict[str, Any]],
     members: tuple[Sequence[Member], Sequence[Member]],
     calls: Mapping[str, Collection[str]],
+    rule: str,
 ) -> None:
     """Raises for two that zerox.plan.combinations refuses, of an optimizer that has its ranks.
 
-    ``members``: those in buckets, and others. ``calls``: whether what is no argument was called.
+    ``members``: those in buckets, and others. ``calls``: whether what is no argument was called. ``rule``: of groups
+    that name none.
     """
     ranks = subgroups.ranks
     in_buckets, others = members
@@ -64,7 +66,7 @@ def check_pairs(
     }
     for group in groups:
         on_meta = any(param.is_meta for param in group["params"])
-        options.check_pairs(group, **facts, **{FIRST_VALUES: {ON_META if on_meta else "in memory"}})
+        options.check_pairs({RULE: rule, **group}, **facts, **{FIRST_VALUES: {ON_META if on_meta else "in memory"}})
 
 
 def check_axes(model: ModelAxes, members: Sequence[Member]) -> None:

@@ -9,7 +9,8 @@ form, kept: how a number is stored for each element, and what is kept for one
 stage: a ZeRO stage as data
 materialize: in which order parameters on the meta device get their first values
 plan: what an optimizer is built from; rank_bytes adds up its bytes, with peak for gradients and resident for stage 3
-choices, combinations: the options, and which go together, by rulings; pairs_of_tables: the same for sparse=True
+choices, combinations: the options, and which go together, by rulings; pairs_of_tables,
+  pairs_of_matrices: the same for sparse=True, and for Muon
 weight_split: which weights share a file of a model's folder
 environment: the environment variables, and what each means
 """

@@ -70,7 +70,7 @@ CHOICES = {
         Choice(MASKS, ("None", SPARSITY), "{value} for {option}"),
         Choice("lr", ("a number", "a tensor")),
         Choice(TABLES, ("False", "True")),
-        Choice("rule", ('"adam"', '"sgd"', '"lion"')),
+        Choice("rule", ('"adam"', '"sgd"', '"lion"', '"muon"')),
         Choice("amsgrad", ("False", "True")),
         Choice("maximize", ("False", "True")),
         Choice("decoupled_weight_decay", ("True", "False")),

@@ -26,6 +26,7 @@ from zerox.plan.choices import (
     Setting,
     some,
 )
+from zerox.plan.pairs_of_matrices import OF_MATRICES
 from zerox.plan.pairs_of_tables import OF_TABLES
 from zerox.plan.rulings import BATCHES, OF_STAGE_3, ON_GPUS, But, Refused, Row, Ruling, Untried
 
@@ -43,7 +44,7 @@ ROWS = (
     ),
     Row(
         some("optimizer", SHARDED),
-        some("rule", '"sgd"', '"lion"'),
+        some("rule", '"sgd"', '"lion"', '"muon"'),
         Refused("its class is the rule of all its param groups", "FusedShardedAdam takes groups of several rules"),
     ),
     Row(
@@ -75,6 +76,7 @@ ROWS = (
         Refused("parameters are fetched when they are read, and a CUDA graph asks nobody", "Use stage=2"),
     ),
     *OF_TABLES,
+    *OF_MATRICES,
     Row(
         some(MASKS, SPARSITY),
         some("optimizer", SHARDED),
@@ -265,15 +267,15 @@ ROWS = (
         But("the number may change the last bits of a mean over three or more ranks"),
     ),
     Row(
-        some("rule", '"sgd"', '"lion"'),
+        some("rule", '"sgd"', '"lion"', '"muon"'),
         some("amsgrad", "True"),
         Refused("only Adam keeps a largest second moment", 'Leave amsgrad out, or take rule="adam"'),
     ),
     Row(
-        some("rule", '"sgd"', '"lion"'),
+        some("rule", '"sgd"', '"lion"', '"muon"'),
         some("decoupled_weight_decay", "False"),
         Refused(
-            "SGD always adds the decay to the gradient, and Lion always multiplies the parameter",
+            "SGD always adds the decay to the gradient, and Lion and Muon always multiply the parameter",
             'Leave decoupled_weight_decay out, or take rule="adam"',
         ),
     ),

@@ -14,6 +14,12 @@ class Load(NamedTuple):
     numel: int = 0
 
 
+def slowest_over_mean(loads: Sequence[Load]) -> float:
+    """The costliest rank's cost beside the mean of all: 1 where they are equal, or have none."""
+    total = sum(load.cost for load in loads)
+    return max(load.cost for load in loads) * len(loads) / total if total else 1.0
+
+
 def newton_schulz_cost(rows: int, columns: int) -> int:
     """Multiplications and additions of five iterations on a matrix, over two: each has the products of an m by n matrix
     (m the shorter side) with its transpose, of two m by m matrices, and of one of these with the first."""

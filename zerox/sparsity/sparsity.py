@@ -312,6 +312,7 @@ def _check_optimizer(optimizer: Engine) -> None:
     inside = optimizer.inside
     known = [m for bucket in inside.buckets for m in bucket.members if m.param.dtype in DTYPES]
     calls = words_of_calls(inside.overlap is not None, inside.joining.divide is not None, masks=True)
-    check_pairs(inside.options, inside.grads.subgroups, optimizer.param_groups, (known, []), calls)
+    rule = inside.rules.default.name
+    check_pairs(inside.options, inside.grads.subgroups, optimizer.param_groups, (known, []), calls, rule)
     if inside.sparsity is not None:
         raise ValueError("Sparsity: the optimizer has one already, call its remove() first")

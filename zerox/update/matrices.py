@@ -79,12 +79,13 @@ class MatrixUpdate:
         self.owned.clear()
 
     def _due(self, run: Sequence[int]) -> Iterator[Due]:
+        parts_of = [self.grads.parts(index) for index in run]  # first: whole gradients are looked at here
         presents = [self.grad_scale.present(self.grads.present(index)) for index in run]
         has_gradient = torch.cat(presents).tolist()
         first_of_bucket = 0
-        for index, present in zip(run, presents, strict=True):
+        for index, parts, present in zip(run, parts_of, presents, strict=True):
             bucket, owned = self.buckets[index], self._owned(index)
-            for part in self.grads.parts(index):
+            for part in parts:
                 clamped, scale = self.grad_scale.clamp(part, index), self.grad_scale.remaining_factor(index)
                 for row in range(part.first_row, part.first_row + part.segments.shape[0]):
                     own = owned[row]

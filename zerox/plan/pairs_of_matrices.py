@@ -1,0 +1,47 @@
+"""The rows of zerox/plan/combinations.py about matrices that lie whole on one rank."""
+
+from __future__ import annotations
+
+from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, TABLES, some
+from zerox.plan.rulings import Refused, Row, Untried
+
+MUON = some("rule", '"muon"')
+OF_MATRICES = (
+    Row(
+        MUON,
+        some("maximize", "True"),
+        Refused("torch.optim.Muon has no such option", "Negate the loss"),
+    ),
+    Row(
+        MUON,
+        some("capturable", "True"),
+        Refused(
+            "it asks on the host which matrices have gradients, and a CUDA graph asks nothing", "Leave it at False"
+        ),
+    ),
+    Row(
+        MUON,
+        some(LIE_AS, DTENSORS),
+        Refused("no rank has the whole matrix of one", "Give these parameters another rule", NotImplementedError),
+    ),
+    Row(
+        MUON,
+        some(MASKS, SPARSITY),
+        Refused("what is orthogonal is not so with a mask", "Mask an optimizer of other rules", NotImplementedError),
+    ),
+    Row(
+        MUON,
+        some(TABLES, "True"),
+        Refused("the rows of a table are updated by themselves", "Leave its group another rule"),
+    ),
+    Row(
+        (*some("exchange", '"native"'), *some("backend", "nccl")),
+        MUON,
+        Refused(
+            "its ranks own unequal shares of a bucket, and collectives move equal ones",
+            'Use gloo, and exchange="direct"',
+            NotImplementedError,
+        ),
+    ),
+    Row(MUON, some("device", "cuda"), Untried("on GPUs; a fake accelerator has run it")),
+)
