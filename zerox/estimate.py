@@ -137,7 +137,9 @@ class _Training:
 
     @property
     def exchange(self) -> str:
-        return self.chosen.exchange or default_exchange(self.backend)
+        return self.chosen.exchange or default_exchange(
+            self.backend, any(self.rules.of(g).has_owners for *_, g in self.ours)
+        )
 
     @property
     def trained(self) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:

@@ -1,5 +1,7 @@
 #include "exchange/exchange.h"
 
+#include <algorithm>
+
 #include "exchange/alone_exchange.h"
 #include "exchange/collectives.h"
 #include "exchange/direct_exchange.h"
@@ -63,7 +65,7 @@ void Exchange::count_sent(const at::Tensor& message) {
 
 namespace {
 
-// Of slices that are equal: BucketManager::add_bucket() makes no others for it.
+// Of slices that are equal, unless takes_unequal() is overridden: BucketManager::add_bucket() makes no others for it.
 class CollectiveExchange : public Exchange {
  public:
   using Exchange::Exchange;
@@ -124,15 +126,24 @@ class AllToAllExchange final : public CollectiveExchange {
 
   int64_t num_received() const override { return world(); }
 
+  bool takes_unequal() const override { return true; }
+
   std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received,
-                                   at::IntArrayRef /*starts*/) override {
-    count_collective(flat);
-    using Op = c10::intrusive_ptr<c10d::Work>(at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                                              std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
-    static const auto op = internals::find_operator<Op>(internals::kAllToAll);
-    at::Tensor output = received;
-    at::Tensor input = flat;
-    return started([&] { return op.call(output, input, comm_.group, {}, {}, true, -1); });
+                                   at::IntArrayRef starts) override {
+    for (int peer = 0; peer < world(); ++peer) {
+      if (peer != rank()) count_sent(slice(flat, peer, starts));
+    }
+    const Counts counts = are_equal(starts) ? Counts{} : counts_of(starts);
+    return exchanged(received, flat, counts.empty() ? Counts{} : Counts(counts.size(), counts[rank()]), counts);
+  }
+
+  // Of unequal slices: each rank sends its own to all by an all-to-all too, for which there are as many copies of it.
+  std::shared_ptr<Pending> gather(const at::Tensor& flat, at::IntArrayRef starts) override {
+    if (are_equal(starts)) return CollectiveExchange::gather(flat, starts);
+    const at::Tensor own = slice(flat, rank(), starts);
+    for (int step = 1; step < world(); ++step) count_sent(own);
+    const Counts counts = counts_of(starts);
+    return exchanged(unknown_to_python(flat), own.repeat({world()}), counts, Counts(counts.size(), counts[rank()]));
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received,
@@ -140,6 +151,27 @@ class AllToAllExchange final : public CollectiveExchange {
     std::vector<at::Tensor> slices;
     for (int peer = 0; peer < world(); ++peer) slices.push_back(part(received, peer, world()));
     return slices;
+  }
+
+ private:
+  using Counts = std::vector<int64_t>;  // of elements, from or to each rank; empty: as many each
+
+  static Counts counts_of(at::IntArrayRef starts) {
+    Counts counts;
+    for (size_t peer = 0; peer + 1 < starts.size(); ++peer) counts.push_back(starts[peer + 1] - starts[peer]);
+    return counts;
+  }
+
+  static bool are_equal(at::IntArrayRef starts) {
+    const Counts counts = counts_of(starts);
+    return std::all_of(counts.begin(), counts.end(), [&](int64_t count) { return count == counts.front(); });
+  }
+
+  std::shared_ptr<Pending> exchanged(at::Tensor output, at::Tensor input, Counts received, Counts sent) {
+    using Op = c10::intrusive_ptr<c10d::Work>(at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
+                                              std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
+    static const auto op = internals::find_operator<Op>(internals::kAllToAll);
+    return started([&] { return op.call(output, input, comm_.group, received, sent, true, -1); });
   }
 };
 

@@ -22,7 +22,7 @@ std::shared_ptr<Exchange> exchange_over(const BucketManager::Axes& axes) {
 void check_shards(const BucketSpec& spec, const Exchange& exchange) {
   TORCH_CHECK_VALUE(spec.shards.are_equal() || exchange.takes_unequal(), "zerox: parameter '", spec.slots.front().name,
                     "' and others of its bucket must each lie whole on one rank, so the ranks' shards differ in "
-                    "length, and the backend's own collectives move equal ones: use gloo, without "
+                    "length, and the backend's own collectives move equal ones: pass exchange=\"direct\", without "
                     "ZEROX_EXCHANGE=native");
 }
 

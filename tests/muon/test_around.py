@@ -266,6 +266,18 @@ def of_step(model: Model, rank: int, number: int) -> list[tuple[Tensor, Tensor]]
     return [(param, grads[name]) for name, param in model.named_parameters() if name in grads]
 
 
+def scheduled(rank: int, _: int, as_tensor: bool) -> str:
+    model = Model()
+    optimizer = build(model, False, {**OPTIONS, "lr": torch.tensor(0.3) if as_tensor else float(torch.tensor(0.3))})
+    ahead(model, optimizer, range(3))
+    return digests(model, optimizer)[0]
+
+
+def test_a_tensor_as_lr_counts_as_its_number() -> None:
+    """torch.optim.Muon computes with it in the tensor's dtype."""
+    assert run_ranks(scheduled, 2, True) == run_ranks(scheduled, 2, False)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accumulation_and_scalers(world_size: int) -> None:
     assert run_ranks(accumulated, world_size) == [True] * world_size

@@ -44,7 +44,7 @@ def test_twenty_clipped_steps_are_torchs(world_size: int) -> None:
 OTHERS: dict[str, dict[str, Any]] = {
     "no nesterov": {"nesterov": False},
     "no momentum": {"momentum": 0.0},
-    "another rate": {"adjust_lr_fn": "match_rms_adamw", "lr": torch.tensor(0.01)},
+    "another rate": {"adjust_lr_fn": "match_rms_adamw", "lr": 0.01},
     "other iterations": {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
 }
 

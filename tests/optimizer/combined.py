@@ -234,7 +234,7 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     way = training.way
     asked = arguments(way)
     rule = ast.literal_eval(way["rule"])
-    names = ("lr", "maximize") if rule != ADAM.name else ("lr", "amsgrad", "maximize", "decoupled_weight_decay")
+    names = [name for name in ("lr", "amsgrad", "maximize", "decoupled_weight_decay") if name in KNOWN[rule].defaults]
     config = {"weight_decay": 0.125, **{name: asked[name] for name in names}}
     if rule != ADAM.name:
         config |= {"rule": rule, "lr": float(asked["lr"]), **(MOMENTUM if rule == "sgd" else {})}

@@ -205,7 +205,7 @@ def test_collectives_of_the_backend_are_refused_with_the_way_out() -> None:
         assert said[0] == said[1] == said[2]
         assert said[0] == (
             "zerox: parameter 'param 9' and others of its bucket must each lie whole on one rank, so the ranks' shards "
-            "differ in length, and the backend's own collectives move equal ones: use gloo, without "
+            'differ in length, and the backend\'s own collectives move equal ones: pass exchange="direct", without '
             "ZEROX_EXCHANGE=native"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, TABLES, some
-from zerox.plan.rulings import Refused, Row, Untried
+from zerox.plan.rulings import ON_GPUS, Refused, Row, Untried
 
 MUON = some("rule", '"muon"')
 OF_MATRICES = (
@@ -35,13 +35,12 @@ OF_MATRICES = (
         Refused("the rows of a table are updated by themselves", "Leave its group another rule"),
     ),
     Row(
-        (*some("exchange", '"native"'), *some("backend", "nccl")),
         MUON,
+        some("exchange", '"native"'),
         Refused(
-            "its ranks own unequal shares of a bucket, and collectives move equal ones",
-            'Use gloo, and exchange="direct"',
-            NotImplementedError,
+            "its ranks own unequal shares of a bucket, and the backend's own collectives move equal ones",
+            'Leave exchange out, or pass "direct"',
         ),
     ),
-    Row(MUON, some("device", "cuda"), Untried("on GPUs; a fake accelerator has run it")),
+    Row(MUON, ON_GPUS, Untried("on GPUs and over NCCL; a fake accelerator has run it")),
 )

@@ -276,13 +276,14 @@ def find_ranks(
     roll_call: RollCall | None = None,
     exchange: str | None = None,
     has_state: bool = True,
+    has_owners: bool = False,
 ) -> Ranks:
     """Makes the group of our own over the ranks of ``process_group``.
 
     Collective over these ranks. ``device``: of the parameters; it chooses among a group's backends if there is one for
-    each device type. ``exchange``: the option. ``has_state``: others may read it. Raises ValueError for a mesh or a
-    group that choose_group() refuses, a backend that can't move tensors of ``device``, or as choose_exchange(), and if
-    ``roll_call`` does; RuntimeError if a rank doesn't come.
+    each device type. ``exchange``, ``has_owners``: as choose_exchange() has them. ``has_state``: others may read it.
+    Raises ValueError for a mesh or a group that choose_group() refuses, a backend that can't move tensors of
+    ``device``, or as choose_exchange(), and if ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
     group = choose_group(process_group)
     if group is None or group.size() == 1:
@@ -290,7 +291,7 @@ def find_ranks(
     leave_to_parent(group)
     rank, size = group.rank(), group.size()
     backend = _backend(group, device)
-    exchange = choose_exchange(exchange, backend, rank)
+    exchange = choose_exchange(exchange, backend, rank, has_owners)
     say_after()  # raises, while ranks can still be told
     is_pulled = is_state_pulled() and has_state
     if group not in _torch.listed_groups():

@@ -51,7 +51,7 @@ def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[Matrix]:
     return [Matrix(stack, span, columns) for stack in stacks for span in spans]
 
 
-def rate(lr: Any, adjust_lr_fn: str | None, rows: int, columns: int) -> Any:
+def rate(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     """The factor of an orthogonal update. "match_rms_adamw" is of Liu et al., "Muon is Scalable for LLM Training"."""
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
@@ -125,6 +125,10 @@ def check_group(group: Mapping[str, Any]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class MuonRule(Rule):
     """Its matrices lie whole on one rank, which updates them: zerox/update/matrices.py."""
+
+    @property
+    def has_owners(self) -> bool:
+        return True
 
     def cost(self, shape: Sequence[int], group: Mapping[str, Any]) -> int | None:
         return sum(matrix.cost for matrix in matrices_of(shape, group))

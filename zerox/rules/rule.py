@@ -98,6 +98,11 @@ class Rule:
     numbers: Sequence[NumberSpec] = ()
     of_rows: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda group, step: group
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether it may have parameters with a cost()."""
+        return False
+
     def cost(self, shape: Sequence[int], group: Mapping[str, Any]) -> int | None:
         """Of the update of a parameter of this ``group``, beside that of others, if it needs the whole parameter, which
         then lies on one rank. None: ranks update parts of it.

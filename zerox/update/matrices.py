@@ -161,8 +161,7 @@ def _direction(due: Due, group: Mapping[str, Any]) -> Tensor:
 
 
 def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr  # its arithmetic is that of its dtype, as in torch
+    lr = float(group["lr"])  # a tensor counts as the number that it is, as in the kernels
     param = own.part(own.bucket.param_shard)
     master = None if own.bucket.master is None else own.part(own.bucket.master.values)
     values = _values(param, master, own.bucket)
@@ -170,7 +169,7 @@ def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping
     for matrix, direction in orthogonal:
         part = matrix.of(shaped)
         part.mul_(1 - lr * group["weight_decay"])
-        part.add_(direction, alpha=-float(rate(lr, group["adjust_lr_fn"], *part.shape)))
+        part.add_(direction, alpha=-rate(lr, group["adjust_lr_fn"], *part.shape))
     _put_back(values, param, master, own.bucket)
 
 
