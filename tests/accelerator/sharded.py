@@ -28,7 +28,7 @@ WAYS = {"devices": "auto", "host": "0"}  # by which a rank gets at its neighbour
 
 def ranks_of_threads(monkeypatch: pytest.MonkeyPatch, way: str = "devices") -> Iterator[None]:
     """Inside, FusedShardedAdam takes the fake accelerator's tensors, and its ranks; at the end there was no race."""
-    monkeypatch.setattr(engine_module, "find_ranks", lambda *_: HERE.ranks)
+    monkeypatch.setattr(engine_module, "find_ranks", lambda *_, **__: HERE.ranks)
     monkeypatch.setattr(options, "device_refusal", lambda _: None)
     monkeypatch.setattr(Ranks, "broadcast", lambda *_: None)  # which the backend has not: they are the same already
     monkeypatch.setitem(os.environ, "ZEROX_DEVICE_READS", WAYS[way])

@@ -57,7 +57,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
         plain(rule, shards, *rest)
 
     def train(ranks: Ranks) -> list[Tensor]:
-        any_device.setattr(engine_module, "find_ranks", lambda *_: ranks)
+        any_device.setattr(engine_module, "find_ranks", lambda *_, **__: ranks)
         lrs = [torch.tensor(0.1, device=ranks.device) for _ in range(2)]
         captured, eager = (build(ranks, lr, capturable=lr is lrs[0], state_dtype=state_dtype) for lr in lrs)
         for step in range(5):

@@ -43,7 +43,7 @@ HERE = threading.local()  # of the rank that this thread is
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """FusedShardedAdam takes the fake accelerator's tensors, and its ranks."""
-    monkeypatch.setattr(engine_module, "find_ranks", lambda *_: HERE.ranks)
+    monkeypatch.setattr(engine_module, "find_ranks", lambda *_, **__: HERE.ranks)
     monkeypatch.setattr(engine_module, "check_params", lambda *_, **__: None)
     monkeypatch.setattr(engine_module, "is_capturing", lambda *_: HERE.captures)
     monkeypatch.setattr(

@@ -74,7 +74,7 @@ def test_training_is_that_without_overlap_and_no_stream_reads_too_early(
     monkeypatch: pytest.MonkeyPatch, world_size: int, kind: str, other_stream: bool
 ) -> None:
     here = threading.local()
-    monkeypatch.setattr(engine_module, "find_ranks", lambda *_: here.ranks)
+    monkeypatch.setattr(engine_module, "find_ranks", lambda *_, **__: here.ranks)
     monkeypatch.setattr(engine_module, "check_params", lambda *_, **__: None)
     monkeypatch.setattr(
         Ranks, "broadcast", lambda *_, **__: None

@@ -286,7 +286,7 @@ def whole_optimizer(ranks: Ranks, weighs: bool) -> list[Tensor]:
 
     params = parameters(ranks.device)
     found, checked = module.find_ranks, module.check_params
-    module.find_ranks = lambda *_: ranks
+    module.find_ranks = lambda *_, **__: ranks
     module.check_params = lambda *_, **__: None  # knows no such device
     try:
         optimizer = FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)

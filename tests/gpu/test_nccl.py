@@ -117,7 +117,7 @@ def train_with_itself(rank: int, world_size: int, stage: int) -> list[Any]:
     find_ranks = engine.find_ranks
     try:
         for exchange in EXCHANGES:
-            engine.find_ranks = lambda *_, exchange=exchange: ranks_of_one(exchange)
+            engine.find_ranks = lambda *_, exchange=exchange, **__: ranks_of_one(exchange)
             results.append(train_scales(0, DEVICE.type, STEPS, stage=stage, accumulate=2))
     finally:
         engine.find_ranks = find_ranks

@@ -16,7 +16,7 @@ from zerox.rules.known import KNOWN
 from zerox.rules.rule import Rule, StateSpec
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-RULES = tuple(KNOWN.values())
+RULES = tuple(rule for rule in KNOWN.values() if not rule.has_owners)  # those with kernels
 # The options that tests update with unless they say otherwise: every term has a weight.
 USUAL: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-2, "weight_decay": 0.1},

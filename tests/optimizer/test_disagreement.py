@@ -79,7 +79,7 @@ def disagree(rank: int, world_size: int) -> list[str]:
     found = [args_of(*each, rank) for each in both]
     messages = [error_of(lambda: FusedShardedAdam(**found[0]))]
     find_ranks, ranks = zerox.engine.find_ranks, zerox.ranks.group.find_ranks(None)
-    zerox.engine.find_ranks = lambda *_: ranks  # new groups take longer than all the rest
+    zerox.engine.find_ranks = lambda *_, **__: ranks  # new groups take longer than all the rest
     try:
         return messages + [error_of(lambda kwargs=each: FusedShardedAdam(**kwargs)) for each in found[1:]]  # type: ignore[misc]
     finally:

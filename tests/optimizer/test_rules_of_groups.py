@@ -32,7 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_every_rule_has_a_class() -> None:
-    assert set(CLASSES) == set(OPTIONS) == set(KNOWN)
+    """Muon's, which takes matrices only, is in tests/muon."""
+    assert set(CLASSES) == set(OPTIONS) == set(KNOWN) - {"muon"}
 
 
 def groups_of(params: list[nn.Parameter], own: str) -> Iterator[dict[str, Any]]:
@@ -98,7 +99,7 @@ def test_a_group_takes_lr_and_maximize_from_the_constructor_and_its_rule_s_own_d
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown rule": ({"rule": "muon"}, r"rule must be one of \['adam', 'lion', 'sgd'\], got 'muon'"),
+    "an unknown rule": ({"rule": "shampoo"}, r"rule must be one of \['adam', 'lion', 'muon', 'sgd'\], got 'shampoo'"),
     "momentum for Adam": ({"momentum": 0.9}, r"param group 1 has momentum=0.9, and its rule 'adam' has no such option"),
     "eps for Lion": ({"rule": "lion", "eps": 1e-8}, r"param group 1 has eps=1e-08, and its rule 'lion' has no such"),
     "betas for SGD": ({"rule": "sgd", "betas": (0.9, 0.9)}, r"param group 1 has betas=.*rule 'sgd'.*momentum"),
@@ -116,6 +117,12 @@ def test_options_that_a_rule_lacks_are_refused_naming_both(case: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": weight(), **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_rule_without_maximize_does_not_follow_a_constructor_that_has_it() -> None:
+    params = [nn.Parameter(torch.ones(2, 2)), weight()]
+    with pytest.raises(ValueError, match="the rule 'muon', which has no maximize, and would not follow"):
+        FusedShardedAdam([{"params": params[0], "rule": "muon"}, {"params": params[1]}], maximize=True)
 
 
 def test_a_rule_that_is_changed_later_is_refused() -> None:
@@ -175,7 +182,7 @@ def test_the_estimate_knows_each_group_s_rule(state_dtype: Any) -> None:
     assert plain.moments == 0
     assert estimate(params, 1, rule="sgd", momentum=0.9).moments > 0
     with pytest.raises(ValueError, match=r"rule must be one of .* got 'muon'"):
-        estimate(params, 1, rule="muon")
+        estimate(params, 1, rule="shampoo")
 
 
 # ---- state

@@ -21,8 +21,8 @@ def slowest_over_mean(loads: Sequence[Load]) -> float:
 
 
 def newton_schulz_cost(rows: int, columns: int) -> int:
-    """Multiplications and additions of five iterations on a matrix, over two: each has the products of an m by n matrix
-    (m the shorter side) with its transpose, of two m by m matrices, and of one of these with the first."""
+    """Floating-point operations of five iterations on a matrix: each has the products of an m by n matrix (m the
+    shorter side) with its transpose, of two m by m matrices, and of one of these with the first."""
     m, n = min(rows, columns), max(rows, columns)
     return 5 * (4 * m * m * n + 2 * m**3)
 

@@ -28,7 +28,7 @@ def rules_of(name: str) -> Rules:
 
 def options_of(name: str) -> tuple[str, ...]:
     """What the constructor of a rule's class takes for its param groups."""
-    return (*KNOWN[name].defaults, *FLAGS)
+    return (*KNOWN[name].defaults, *KNOWN[name].flags)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

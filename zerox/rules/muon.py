@@ -127,6 +127,10 @@ class MuonRule(Rule):
     """Its matrices lie whole on one rank, which updates them: zerox/update/matrices.py."""
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def has_owners(self) -> bool:
         return True
 

@@ -44,6 +44,11 @@ class Rules:
                 f"has {', '.join(rule.defaults)}"
             )
         if rule is not self.default:
+            if unknown := [o for o in FROM_CONSTRUCTOR if constructor.get(o) is True and o not in rule.defaults]:
+                raise ValueError(
+                    f"{where} has the rule {rule.name!r}, which has no {unknown[0]}, and would not follow the "
+                    f"constructor's {unknown[0]}=True: give it an optimizer of its own"
+                )
             for option, value in rule.defaults.items():
                 group.setdefault(option, constructor.get(option, value) if option in FROM_CONSTRUCTOR else value)
 

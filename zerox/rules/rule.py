@@ -99,6 +99,11 @@ class Rule:
     of_rows: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda group, step: group
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """Options of the torch.optim class that choose an implementation."""
+        return FLAGS
+
+    @property
     def has_owners(self) -> bool:
         """Whether it may have parameters with a cost()."""
         return False
