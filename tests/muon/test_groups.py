@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -351,3 +353,17 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
     options, said = REFUSED[case]
     with pytest.raises(ValueError, match=f"(?s)^zerox.muon_groups.*{said}"):
         muon_groups(Plain(), **RATES, **options, verbose=False)
+
+
+PAGE = Path(__file__).parents[2] / "docs/muon.md"
+
+
+def test_the_page_s_first_lines_train() -> None:
+    [recipe] = re.findall(r"^```python\n(import torch.*?)^```", PAGE.read_text(), re.S | re.M)
+    assert len(recipe.splitlines()) <= 12
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(recipe, names)
+    x = torch.randn(256, 64)
+    loss = float((names["model"](x) - x.sum(1, keepdim=True)).square().mean().detach())
+    assert loss < 50.0, "it starts at about 64, the variance of a sum of 64"
