@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from corpus import BadInput
 from gpt_model import GPT, NUM_BYTES, Shape
-from optimizers import estimate_options
+from optimizers import estimate_options, params_of
 from options import DTYPES
 
 from zerox import estimate
@@ -22,7 +22,7 @@ def check_fits(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         module = GPT(options.shape).to(DTYPES[options.dtype])
     try:
-        kept = estimate(module.parameters(), num_ranks, **estimate_options(options))
+        kept = estimate(params_of(module, options), num_ranks, **estimate_options(options))
     except ValueError as error:  # an option that zerox knows better than the command line
         raise BadInput(str(error)) from error
     backward = options.batch * backward_bytes_of_window(options.shape, DTYPES[options.dtype].itemsize)

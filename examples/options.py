@@ -26,6 +26,10 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     checked(options.optimizer)
     if options.lr is None:
         options.lr = default_lr(options.optimizer, options.shape.width)
+    if options.adamw_lr is not None and options.optimizer != "muon":
+        raise BadInput("--adamw-lr is for --optimizer muon, which leaves to AdamW what is no matrix: take --lr")
+    if options.adamw_lr is None:
+        options.adamw_lr = default_lr("adamw", options.shape.width)
     if options.compare and options.optimizer == "lion":
         raise BadInput("--compare trains torch's own optimizer beside zerox's, and torch.optim has no Lion")
     if options.state_dtype != "fp32" and options.optimizer not in FUSED:
@@ -90,7 +94,12 @@ def _parser(description: str) -> argparse.ArgumentParser:
         help=f"{', '.join(FUSED)}, or a class of torch.optim that zerox then shards (default: %(default)s)",
     )
     training.add_argument(
-        "--lr", type=_positive, help="peak learning rate (default: 0.4 / width, times 50 for sgd, 0.2 for lion)"
+        "--lr",
+        type=_positive,
+        help="peak learning rate (default: 0.4 / width, times 50 for sgd, 0.2 for lion; 0.02 for muon)",
+    )
+    training.add_argument(
+        "--adamw-lr", type=_positive, help="of what --optimizer muon leaves to AdamW (default: 0.4 / width)"
     )
     training.add_argument("--weight-decay", type=_not_negative, default=0.1, help="(default: %(default)s)")
     training.add_argument("--eps", type=_positive, default=1e-6, help="of AdamW (default: %(default)s)")

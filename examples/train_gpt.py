@@ -5,9 +5,9 @@
     python examples/train_gpt.py --ranks 2 --compare --out out
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir out --resume
 
-All that zerox asks of a training script is in `with_zerox` and `train_step`. `--optimizer` takes adamw, sgd, lion, or a
-class of torch.optim. `--meta` builds the model on the meta device: with `--stage 3` no rank ever has all of it.
-`--uneven` gives ranks unequal numbers of batches, of unequal sizes. `--compare` trains a second model with
+All that zerox asks of a training script is in `with_zerox` and `train_step`. `--optimizer` takes adamw, sgd, lion,
+muon, or a class of torch.optim. `--meta` builds the model on the meta device: with `--stage 3` no rank ever has all of
+it. `--uneven` gives ranks unequal numbers of batches, of unequal sizes. `--compare` trains a second model with
 DistributedDataParallel and torch's optimizer, from the same start on the same text, and puts both in one picture.
 `--save-dir` leaves checkpoints, from which `--resume` goes on: with any number of ranks, and by itself where torchrun
 starts the ranks anew because one of them died.
@@ -36,7 +36,7 @@ from fits import check_fits
 from gpt_model import GPT, sample_text
 from log import Log
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
-from optimizers import FUSED, estimate_options, sharded, torchs
+from optimizers import FUSED, estimate_options, params_of, sharded, torchs
 from options import DTYPES, parse_options
 from ranks import BAD_INPUT, am_rank, process_group, start
 from report import Result, memory_table, write_comparison
@@ -254,7 +254,7 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
     backend = dist.get_backend() if dist.is_initialized() else "gloo"
     columns = {"zerox": bytes_of_zerox(optimizer.memory_bytes())}
     if options.optimizer in FUSED:
-        estimated = estimate(module.parameters(), world_size, backend=backend, **estimate_options(options))
+        estimated = estimate(params_of(module, options), world_size, backend=backend, **estimate_options(options))
         columns["formula"] = bytes_of_zerox(estimated)
     columns |= {trainer.name: bytes_of_torch(trainer.module, trainer.optimizer) for trainer in trainers[1:]}
     results = [

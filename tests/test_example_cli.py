@@ -16,6 +16,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+KNOWN = "adamw, sgd, lion, muon"
 BAD_OPTIONS = {
     "--steps=-3": "'-3' is not a whole number of 1 or more",
     "--batch=0": "'0' is not a whole number of 1 or more",
@@ -26,10 +27,11 @@ BAD_OPTIONS = {
     "--data=no/such/file": "cannot read no/such/file: No such file or directory",
     "--nonsense": "--nonsense",
     "--batch=100000000": "--batch 100000000 and this model take ",
-    "--optimizer=Sophia": "--optimizer Sophia is none of adamw, sgd, lion, nor a class of torch.optim",
-    "--optimizer=lr_scheduler": "--optimizer lr_scheduler is none of adamw, sgd, lion, nor a class of torch.optim",
-    "--optimizer=RMSprop --state-dtype=8bit": "--state-dtype is for adamw, sgd, lion: RMSprop keeps its state as it",
+    "--optimizer=Sophia": f"--optimizer Sophia is none of {KNOWN}, nor a class of torch.optim",
+    "--optimizer=lr_scheduler": f"--optimizer lr_scheduler is none of {KNOWN}, nor a class of torch.optim",
+    "--optimizer=RMSprop --state-dtype=8bit": f"--state-dtype is for {KNOWN}: RMSprop keeps its state as it",
     "--optimizer=lion --compare": "torch.optim has no Lion",
+    "--optimizer=lion --adamw-lr=0.1": "--adamw-lr is for --optimizer muon",
     "--uneven --compare": "--uneven does not go with --compare",
     "--meta --compare": "--compare copies the model, which has no values to copy with --meta",
     "--uneven --save-dir=here": "--uneven does not go with --save-dir",
@@ -85,7 +87,7 @@ def test_a_class_that_can_t_be_sharded_is_refused_with_the_reason(text: Path) ->
     assert_refused(run("--data", text, "--optimizer=Adafactor", *SMALLEST), "torch.optim.Adafactor can't be sharded")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "RMSprop"])
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon", "RMSprop"])
 def test_it_trains_with_any_optimizer(text: Path, optimizer: str) -> None:
     """Beside torch's own, where there is one."""
     compare = [] if optimizer == "lion" else ["--compare", "--out", text.parent]

@@ -113,16 +113,31 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert not missing
 
 
+def written_in_the_reference(name: str) -> dict[str, Any]:
+    """The defaults in its signature there."""
+    found = re.search(rf"^(zerox.{name}\(.*?^\))", (DOCS / "reference.md").read_text(), re.S | re.M)
+    assert found
+    [call] = [node for node in ast.walk(ast.parse(found[1].replace("*,", ""))) if isinstance(node, ast.Call)]
+    return {str(each.arg): eval(ast.unparse(each.value), {"torch": torch}) for each in call.keywords}
+
+
+def defaults_of(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.items()
+    return {name: each.default for name, each in parameters if each.default is not inspect.Parameter.empty}
+
+
+MUON_LACKS = {"capturable", "foreach", "fused", "differentiable"}
+
+
 def test_the_reference_has_the_constructor_s_options_and_defaults() -> None:
     shared: dict[str, Any] = {}
-    for kind in (zerox.FusedShardedAdam, zerox.FusedShardedSGD, zerox.FusedShardedLion):
-        found = re.search(rf"^(zerox.{kind.__name__}\(.*?^\))", (DOCS / "reference.md").read_text(), re.S | re.M)
-        assert found
-        [call] = [node for node in ast.walk(ast.parse(found[1].replace("*,", ""))) if isinstance(node, ast.Call)]
-        written = {each.arg: eval(ast.unparse(each.value), {"torch": torch}) for each in call.keywords}
-        defaults = {name: each.default for name, each in inspect.signature(kind).parameters.items() if name != "params"}
+    for kind in (zerox.FusedShardedAdam, zerox.FusedShardedSGD, zerox.FusedShardedLion, zerox.FusedShardedMuon):
+        defaults = defaults_of(kind)
         shared = shared or {name: defaults[name] for name in list(defaults)[list(defaults).index("process_group") :]}
-        assert {**shared, **written} == defaults
+        lacks = MUON_LACKS if kind is zerox.FusedShardedMuon else set()
+        of_all = {name: value for name, value in shared.items() if name not in lacks}
+        assert {**of_all, **written_in_the_reference(kind.__name__)} == defaults
+    assert written_in_the_reference("muon_groups") == defaults_of(zerox.muon_groups)
 
 
 def test_errors_that_are_explained_are_errors_that_there_are() -> None:

@@ -12,6 +12,7 @@ try:
     from zerox.optimizer.clip_together import clip_grad_norm_
     from zerox.optimizer.join import join
     from zerox.optimizer.memory_bytes import MemoryBytes
+    from zerox.optimizer.muon_groups import muon_groups
     from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
     from zerox.sparsity.schedules import cubic, rigl, set_
@@ -42,6 +43,7 @@ __all__ = [
     "latest",
     "load",
     "load_weights",
+    "muon_groups",
     "remove",
     "rigl",
     "save",

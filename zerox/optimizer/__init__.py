@@ -11,6 +11,7 @@ hand_out: rank 0's parameters on all ranks
 steps: step() once ranks have synchronized; profiled: torch's hooks and ranges around it
 mean_gradient, one_gradient: calls about the mean gradient, and about one parameter's; clip_together: of several
   optimizers
+muon_groups: the param groups of a model, by what model_parts finds in it
 join: how a rank without batches follows the others, in threads of followers
 memory_bytes: bytes that this rank holds; local_bytes: by formula, of parameters that no wrapper has
 """
