@@ -11,5 +11,6 @@ steps: step() once ranks have synchronized; profiled: torch's hooks and ranges a
 mean_gradient, one_gradient: calls about the mean gradient, and about one parameter's; clip_together: of several
   optimizers
 join: how a rank without batches follows the others, in threads of followers
-memory_bytes: bytes that this rank holds; local_bytes: by formula, of parameters that no wrapper has
+memory_bytes: bytes that this rank holds; local_bytes: by formula, of parameters that no wrapper has; given: what an
+  optimizer would make of what zerox.estimate is given
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,3 +35,24 @@ def owners(
         found[place] = rank
         heapq.heapreplace(least, (cost + costs[place], numel + numels[place], rank))
     return tuple(found)
+
+
+WHOLE = ("none", "matrices", "all")  # which parameters of a class of torch's kind lie whole on one rank
+
+
+def newton_schulz_cost(rows: int, columns: int) -> int:
+    """Operations of five Newton-Schulz steps, as Muon takes them: two products of the matrix with its transpose's side
+    (m x n by n x m, and m x m by m x n), and one of two m x m squares, m being the smaller side."""
+    m, n = sorted((rows, columns))
+    return 5 * (4 * m * m * n + 2 * m**3)
+
+
+def cost_of_whole(whole: str, shape: Sequence[int]) -> int | None:
+    """What the update of a parameter counts for, if ``whole`` (of ``WHOLE``) leaves it whole on one rank; else None.
+
+    A matrix is what has two dimensions or more: those behind the first count as one. Nobody knows what a class computes
+    for it. Newton-Schulz steps are what costs most by far, and under "all" it is the number of elements.
+    """
+    if whole == "matrices" and len(shape) > 1:
+        return newton_schulz_cost(shape[0], math.prod(shape[1:]))
+    return math.prod(shape) if whole == "all" else None

@@ -3,5 +3,6 @@
 rule: what a rule is
 adam, sgd, lion: the rules with kernels, which known lists; reference has them in plain torch
 of_groups: which group has which rule; options_table: the groups as kernels read them
-local_optimizer: makes a rule of any optimizer class; probe tries the class to learn what it keeps
+local_optimizer: makes a rule of any optimizer class; probe tries it on tensors of samples, to learn
+  what it keeps
 """
