@@ -398,3 +398,30 @@ def other_whole(rank: int, world_size: int) -> str:
 def test_ranks_with_another_whole_are_told() -> None:
     for said in run_ranks(other_whole, 2):
         assert "rank 0 has whole='all'; rank 1 has whole='none'" in said
+
+
+# ---- bytes
+
+
+def weighed(rank: int, world_size: int, whole: str, stage: int) -> tuple[Any, Any]:
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((90, 70), (30, 300), (5000,), (7,))]
+    options: dict[str, Any] = {"whole": whole, "stage": stage, "bucket_cap_mb": 0.01}
+    said = zerox.estimate(params, world_size, optimizer_class=torch.optim.AdamW, **options)
+    ours = ShardedOptimizer(params, torch.optim.AdamW, **options)
+    torch.stack([param.sum() for param in params]).sum().backward()
+    ours.synchronize()
+    return said, ours.memory_bytes()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_estimate_names_the_fullest_rank(stage: int) -> None:
+    for whole in ("none", "matrices", "all"):
+        by_rank = run_ranks(weighed, 3, whole, stage)
+        said, counted = by_rank[0][0], [each for _, each in by_rank]
+        moments = [each.moments for each in counted]
+        if whole == "none":
+            assert said.fullest_rank is None
+            assert moments == [said.moments] * 3
+        else:
+            assert moments[said.fullest_rank] == said.moments == max(moments) > min(moments)
+            assert counted[said.fullest_rank].gradients == said.gradients

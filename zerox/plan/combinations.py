@@ -16,6 +16,7 @@ from zerox.plan.choices import (
     CHOICES,
     DTENSORS,
     FIRST_VALUES,
+    FUSED,
     LIE_AS,
     MASKS,
     ON_META,
@@ -64,6 +65,20 @@ ROWS = (
         some("accumulate_dtype", "torch.float32"),
         Refused("it has no such option", "Set grad_dtype of the parameters, which is the same"),
     ),
+    Row(
+        some("whole", '"matrices"', '"all"'),
+        some("exchange", '"native"'),
+        Refused(
+            "the backend's own collectives move shards of one length, and ranks own tensors of several",
+            'Use exchange="direct" over gloo',
+        ),
+    ),
+    Row(
+        some("whole", '"matrices"', '"all"'),
+        some("backend", "nccl"),
+        Refused("its all-gather moves shards of one length, and ranks own tensors of several", "Use a group over gloo"),
+    ),
+    Row(some("whole", '"matrices"', '"all"'), some("device", "cuda"), Untried("on GPUs")),
     Row(
         some("capturable", "True"),
         some("stage", "1"),
@@ -285,6 +300,23 @@ ROWS = (
             "Leave both out: the update is fused in any case",
             RuntimeError,
         ),
+    ),
+    # Behind what is said of ShardedOptimizer, whose option it is.
+    Row(
+        some("whole", '"matrices"', '"all"'),
+        (
+            *some("optimizer", FUSED),
+            *some("capturable", "True"),
+            *some("rule", '"sgd"', '"lion"'),
+            *some("state_dtype", "torch.bfloat16", '"8bit"'),
+            *some("master_weights", '"remainder"'),
+            *some("accumulate_dtype", "torch.float32"),
+            *some(LIE_AS, DTENSORS),
+            *some(SUBGROUP, A_SUBGROUP),
+            *some(MASKS, SPARSITY),
+            *some(TABLES, "True"),
+        ),
+        Refused("it is an option of ShardedOptimizer, which does not go with the other", "Leave one of them out"),
     ),
 )
 
