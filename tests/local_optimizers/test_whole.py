@@ -19,7 +19,7 @@ from tests.local_optimizers import classes
 from tests.local_optimizers.classes import Options
 from tests.local_optimizers.test_bits import Pair, Plain
 from tests.local_optimizers.test_failures import says
-from tests.local_optimizers.test_state import follow_on, same_state, shared
+from tests.local_optimizers.test_state import follow_on, pass_on, same_state, shared
 from tests.ranks import run_ranks
 from tests.whole.rig import unequal_buckets
 from zerox import ShardedOptimizer
@@ -294,6 +294,17 @@ def to_the_class(rank: int, world_size: int) -> None:
 
 def test_whole_state_goes_to_the_class_and_back() -> None:
     run_ranks(to_the_class, 2)
+
+
+def through_dcp(rank: int, world_size: int, name: str, folder: str, way: str) -> None:
+    case = CASES[name]
+    case = replace(case, names=tuple(each for each in case.names if each != "none"))  # of which DCP has no tensors
+    pass_on(lambda: case.pair(rank, world_size), folder, way)
+
+
+@pytest.mark.parametrize(("name", "way"), [("Muon", "slices"), ("LAMB", "whole"), ("LAMB", "in place")])
+def test_dcp_s_ways_all_work(name: str, way: str, tmp_path: Path) -> None:
+    run_ranks(through_dcp, 2, name, str(tmp_path / "x"), way)
 
 
 # ---- what goes wrong
