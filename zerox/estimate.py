@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral
@@ -14,36 +13,24 @@ import torch
 from zerox.memory.bucket import Member
 from zerox.memory.mask import stands_for
 from zerox.memory.row_table import check_ranks, check_tables, is_sparse
+from zerox.optimizer.given import chosen_by, given_params
 from zerox.optimizer.local_bytes import Local, Named, bytes_of_own, take_apart
 from zerox.optimizer.materialize import planned_turns
 from zerox.optimizer.memory_bytes import MemoryBytes
 from zerox.optimizer.on_meta import Init, check_asked, find_initialised
 from zerox.optimizer.planning import Around, Given, make_plan
-from zerox.options import (
-    OF_LOCAL_OPTIMIZERS,
-    LocalOptimizerOptions,
-    OptimizerOptions,
-    check_foreign,
-    check_params,
-    named_tensors,
-    parameter_words,
-)
+from zerox.options import OptimizerOptions, check_params, named_tensors, parameter_words
 from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP
 from zerox.plan.materialize import most_open
 from zerox.plan.plan import Plan
-from zerox.plan.rank_bytes import Site, flow_of, heaviest_shard, parameter_bytes, peak_of, state_bytes
+from zerox.plan.rank_bytes import Site, flow_of, fullest_rank, heaviest_shard, parameter_bytes, peak_of, state_bytes
 from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.ranks.exchange import default_exchange
-from zerox.ranks.model_axes import axes_of
 from zerox.ranks.process_group import ALONE, check_group, choose_group
 from zerox.ranks.subgroups import OF_GROUP
-from zerox.rules.known import check_options, options_of, rules_of
-from zerox.rules.local_optimizer import LocalOptimizerClass, full_name
 from zerox.rules.of_groups import Rules
 
 BACKENDS = ("gloo", "nccl")
-# Of the constructors' arguments, those that are no options.
-OF_ALL = ("process_group", "norm_group", "model", "init", "optimizer_class")
 
 
 def estimate(
@@ -73,15 +60,16 @@ def estimate(
     has none. A param group's ``process_group``, as experts have one, may be the number of ranks that it will have.
     Options that don't change memory (lr and so on) are accepted. With ``model=`` and ``init=``, as for the constructor,
     ``peak_of_construction`` is there for parameters on meta. With ``optimizer_class=`` it is for ShardedOptimizer, and
-    ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``exchange="native"`` over gloo
-    ``peak`` lacks the copies that gloo makes: one to three buckets. Gradients of tables (``sparse=True`` in a param
-    group) are not in it, since they are as large as what batches name. Raises as the constructor does for ``params``
-    and ``options``, and ValueError for arguments of its own.
+    ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``whole=`` it is of the rank that
+    owns most, ``fullest_rank``. With ``exchange="native"`` over gloo ``peak`` lacks the copies that gloo makes: one to
+    three buckets. Gradients of tables (``sparse=True`` in a param group) are not in it, since they are as large as what
+    batches name. Raises as the constructor does for ``params`` and ``options``, and ValueError for arguments of its
+    own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
     ranks = _ranks(world_size, local_world_size, mesh_shape, options.get("process_group"))
-    chosen, rules, of_groups = _chosen(rule, options)
-    given = [(name, tensor, _options_of(rules, group, of_groups)) for name, tensor, group in named_tensors(params)]
+    chosen, rules, of_groups = chosen_by(rule, options)
+    given = given_params(rules, named_tensors(params), of_groups)
     if not given:
         raise ValueError("optimizer got an empty parameter list")  # in torch's words
     has_axes = options.get("norm_group") is not None
@@ -164,8 +152,11 @@ class _Training:
         """Raises as the constructor for parameters and their groups. ``given``: with those that are not ``ours``."""
         chosen, rules, trained = self.chosen, self.rules, self.trained
         for _, tensor, group in trained if rules.default.on_host else given:
-            rules.of(group).check({**group, "params": [tensor]})  # a class of torch's kind says what it keeps for it
+            if not rules.default.on_host:
+                rules.of(group).check({**group, "params": [tensor]})
             chosen.check_group(group, rules.of(group).defaults)
+        for group in {id(group): group for *_, group in trained}.values() if rules.default.on_host else ():
+            rules.of(group).check(group)  # a class of torch's kind says what it keeps for all its parameters
         check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
         for *_, group in self.tables:
             are_some = _subgroup_size(group.get(OF_GROUP), self.ranks.world_size) != self.ranks.world_size
@@ -270,6 +261,7 @@ def _summed(
         peak_of_construction=0
         if open_bytes is None
         else of_own.parameters + max(filled, parameters + master + moments),
+        fullest_rank=fullest_rank(plan, site),
     )
 
 
@@ -296,37 +288,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and value is not True and int(value) > 0
 
 
-def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules, dict[str, Any]]:
-    """As the constructor with these ``options``: ShardedOptimizer's, if a class is among them.
-
-    The last are what param groups take from the constructor, beside the defaults of their rule.
-    """
-    axes_of(options.get("norm_group"))
-    cls = options.get("optimizer_class")
-    if cls is None:
-        rules = rules_of(rule)
-        known = {field.name for field in dataclasses.fields(OptimizerOptions)}
-        chosen = OptimizerOptions(**{name: value for name, value in options.items() if name in known})
-        chosen.check_pairs({"rule": rule, **options})  # which know of options that only other rules have
-        taken = {*known, *options_of(rule), *OF_ALL}
-        if unknown := [name for name in options if name not in taken]:
-            near = difflib.get_close_matches(unknown[0], taken, n=1)
-            raise TypeError(
-                f"zerox.estimate() got an unexpected keyword argument '{unknown[0]}', which the optimizer of "
-                f'rule="{rule}" does not take' + (f": did you mean '{near[0]}'?" if near else "")
-            )
-        check_options(rule, options)
-        return chosen, rules, options
-    own = {name: value for name, value in options.items() if name in OF_LOCAL_OPTIMIZERS}
-    others = (*OF_LOCAL_OPTIMIZERS, *OF_ALL)
-    of_class = {name: value for name, value in options.items() if name not in others}
-    check_foreign(cls, of_class)
-    local = LocalOptimizerClass(
-        cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None
-    )
-    return LocalOptimizerOptions(**own, optimizer_class=full_name(cls)), local.rules(), {}
-
-
 def _subgroup_size(given: Any, world_size: int) -> int:
     """Of the ranks that have a param group. ``given``: its ``process_group``, or how many ranks that will have."""
     if given is None:
@@ -342,10 +303,3 @@ def _subgroup_size(given: Any, world_size: int) -> int:
             f"a param group's process_group can't have {size} of {world_size} ranks: all subgroups are as large"
         )
     return size
-
-
-def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """As the constructor with these ``options`` completes a param group."""
-    found = dict(group)
-    rules.complete(found, "a param group", options)
-    return {**rules.of(found).defaults, **(options if rules.of(found) is rules.default else {}), **found}

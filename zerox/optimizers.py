@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerox.engine import Engine, Surroundings
 from zerox.optimizer.on_meta import Init
-from zerox.options import LocalOptimizerOptions, OptimizerOptions, check_foreign
+from zerox.options import Inside, LocalOptimizerOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
 from zerox.rules.known import rules_of
@@ -212,7 +212,8 @@ class FusedShardedLion(Engine):
 
 
 class ShardedOptimizer(Engine):
-    """Any elementwise optimizer of torch's kind, sharded as ZeRO stage 1, 2 or 3: SGD, NAdam, Adagrad, or your own.
+    """Any optimizer of torch's kind, sharded as ZeRO stage 1, 2 or 3: SGD, NAdam, Muon, LAMB, or your own. It must be
+    elementwise, or with ``whole`` update each tensor by itself.
 
     ``optimizer_class`` runs unmodified on each rank's own part of the parameters, with the gradients' mean over the
     ranks; everything else is as in :class:`zerox.FusedShardedAdam`. Parameters and state have the bits that the class
@@ -221,7 +222,7 @@ class ShardedOptimizer(Engine):
     Args:
         params: as for :class:`zerox.FusedShardedAdam`.
         optimizer_class: for example ``torch.optim.SGD``. It is tried first, on small tensors, for some milliseconds: a
-            class in which one element depends on another is refused.
+            class in which one element depends on another is refused, and the error says if ``whole`` helps.
         process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb, gradient_divisor, exchange, model, init: as in
             :class:`zerox.FusedShardedAdam`.
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
@@ -229,6 +230,9 @@ class ShardedOptimizer(Engine):
         by_position: options of the class, as it takes them behind its parameters.
         elementwise: True: take the class although the probe finds bits that differ (random rounding, say), with a
             warning if it does.
+        whole: "none": each rank's part is cut from all parameters, 1-D. "matrices": those of two or more dimensions
+            are never cut. Each lies on one rank, which updates it in its own shape, so elements of one matrix may
+            depend on each other (``torch.optim.Muon``). "all": the same for all parameters (LAMB, LARS).
         defaults: the class's own options, for example ``lr=0.1, momentum=0.9``. Param groups may have others.
 
     Raises:
@@ -256,10 +260,11 @@ class ShardedOptimizer(Engine):
         model: torch.nn.Module | None = None,
         init: Init | None = None,
         elementwise: bool | None = None,
+        whole: str = "none",
         **defaults: Any,
     ) -> None:
         local = LocalOptimizerClass(
-            optimizer_class, defaults, elementwise is True, master_weights is not None, by_position
+            optimizer_class, defaults, elementwise is True, master_weights is not None, by_position, whole
         )
 
         def make_rules() -> Rules:
@@ -275,8 +280,7 @@ class ShardedOptimizer(Engine):
                 bucket_cap_mb=bucket_cap_mb,
                 reduce_dtype=reduce_dtype,
                 master_weights=master_weights,
-                optimizer_class=full_name(optimizer_class),
-                elementwise=elementwise,
+                inside=Inside(full_name(optimizer_class), elementwise, whole),
                 resident_mb=resident_mb,
                 gradient_divisor=gradient_divisor,
                 exchange=exchange,

@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, pl
 from zerox.plan.choices import CHOICES, FUSED, SHARDED
 from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT16, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
-from zerox.plan.owners import Load
+from zerox.plan.owners import WHOLE, Load
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
 from zerox.ranks.exchange import EXCHANGES
@@ -100,12 +100,16 @@ class OptimizerOptions:
         ``of_rule``: options of the group's rule, which may have one of these names.
         """
         check_divisor(group.get(DIVISOR))
-        for name in OF_OPTIMIZER:
-            if name in group and name not in of_rule and group[name] != getattr(self, name):
+        for name, value in self.named().items():
+            if name in group and name not in (DIVISOR, *of_rule) and group[name] != value:
                 raise ValueError(
                     f"zerox: {name}={group[name]!r} in a param group would have no effect: it is an option of the "
                     f"whole optimizer, pass {name} to its constructor"
                 )
+
+    def named(self) -> dict[str, Any]:
+        """As the constructor's arguments are called."""
+        return dict(vars(self))
 
     def divisor_of(self, group: Mapping[str, Any]) -> float | None:
         """What the sum of its gradients over the ranks is divided by; None: their number."""
@@ -127,7 +131,7 @@ class OptimizerOptions:
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
         """Raises for two that zerox.plan.combinations refuses: of these options, ``others``, and facts in its words."""
         of = {"optimizer": {FUSED}}
-        combinations.check({**of, **_chosen(vars(self)), **_chosen(others), **facts})
+        combinations.check({**of, **_chosen(self.named()), **_chosen(others), **facts})
 
     def exchange_words(self, exchange: str) -> set[str]:
         """What zerox.plan.combinations calls the exchange, where it came to this one."""
@@ -164,17 +168,31 @@ class OptimizerOptions:
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size), loads)
 
 
-@dataclass(frozen=True)
-class LocalOptimizerOptions(OptimizerOptions):
-    """Those of an optimizer with a class of torch's kind inside: ``optimizer_class`` is its full name."""
+class Inside(NamedTuple):
+    """``optimizer_class``: the full name of a class of torch's kind. The others are as ShardedOptimizer has them."""
 
     optimizer_class: str = ""
     elementwise: bool | None = None
+    whole: str = WHOLE[0]
+
+
+@dataclass(frozen=True)
+class LocalOptimizerOptions(OptimizerOptions):
+    """Those of an optimizer with a class of torch's kind inside."""
+
+    inside: Inside = field(default_factory=Inside)
 
     def __post_init__(self) -> None:
-        if self.elementwise not in (None, True):
-            raise ValueError(f"zerox: elementwise must be None (the class is tried) or True, got {self.elementwise!r}")
+        _, elementwise, whole = self.inside
+        if elementwise not in (None, True):
+            raise ValueError(f"zerox: elementwise must be None (the class is tried) or True, got {elementwise!r}")
+        if whole not in WHOLE:
+            raise ValueError(f"zerox: whole must be one of {WHOLE}, got {whole!r}")
         super().__post_init__()
+
+    def named(self) -> dict[str, Any]:
+        found = {name: value for name, value in super().named().items() if name != "inside"}
+        return {**found, **self.inside._asdict()}
 
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
         super().check_pairs(others, optimizer={SHARDED}, **facts)
@@ -229,7 +247,6 @@ OF_LOCAL_OPTIMIZERS = (
     "resident_mb",
     DIVISOR,
     "exchange",
-    "elementwise",
 )
 OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR)
 
@@ -354,10 +371,10 @@ def tensors_in(params: Any) -> list[Tensor]:
 
 
 def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """``(name, tensor, group)`` for whatever torch.optim takes; unnamed ones are called by position. TypeError, in
-    torch's words, for anything else."""
+    """``(name, tensor, group)`` for whatever torch.optim takes; unnamed ones are called by position, and those without
+    a group have one together. TypeError, in torch's words, for anything else."""
     found: list[tuple[str, Tensor, dict[str, Any]]] = []
-
+    plain: dict[str, Any] = {}
     seen: set[int] = set()
 
     def add(item: Any, group: dict[str, Any]) -> None:
@@ -375,6 +392,6 @@ def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
             for each in [given] if isinstance(given, Tensor) else given:
                 add(each, item)
         else:
-            add(item, {})
+            add(item, plain)
     names = bare_names([name for name, *_ in found], [tensor for _, tensor, _ in found])
     return [(name, tensor, group) for name, (_, tensor, group) in zip(names, found, strict=True)]

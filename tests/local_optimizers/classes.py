@@ -138,6 +138,15 @@ class DecayOfMatrices(Simple):
         param.sub_(param.grad, alpha=group["lr"])  # type: ignore[arg-type]
 
 
+class KeyOfMatrices(Simple):
+    """Keeps something for matrices only."""
+
+    def update(self, param: Tensor, state: Options, group: Options) -> None:
+        if param.dim() > 1:
+            state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.5)
+        param.sub_(param.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
 class SumInGroup(Simple):
     """Adds up gradients in its group, and uses the sum only later."""
 

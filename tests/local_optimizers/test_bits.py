@@ -34,19 +34,28 @@ class Plain(nn.Module):
 
 
 class Pair:
-    """Ours, and the class itself on copies of all parameters, or of their float32 values."""
+    """Ours, and the class itself on copies of all parameters, or of their float32 values.
+
+    ``kind``: a name in ALL, or a class with its options."""
 
     def __init__(
-        self, rank: int, world_size: int, name: str, dtype: torch.dtype, model: nn.Module | None = None, **options: Any
+        self,
+        rank: int,
+        world_size: int,
+        kind: str | tuple[Any, dict[str, Any]],
+        dtype: torch.dtype,
+        model: nn.Module | None = None,
+        **options: Any,
     ) -> None:
-        cls, own = ALL[name]
+        cls, own = ALL[kind] if isinstance(kind, str) else kind
         self.rank, self.world_size = rank, world_size
         self.model = (Plain() if model is None else model).to(dtype)
         self.grads = watch_gradients(self.model)
         named = list(self.model.named_parameters())
         chosen = {key: options.pop(key) for key in ("foreach", "lr") if options.get(key) is not None}
         groups = options.pop("groups", lambda params: params)
-        self.ours = ShardedOptimizer(groups(named), cls, bucket_cap_mb=CAP_MB, **own, **chosen, **options)
+        cap_mb = options.pop("bucket_cap_mb", CAP_MB)
+        self.ours = ShardedOptimizer(groups(named), cls, bucket_cap_mb=cap_mb, **own, **chosen, **options)
         has_masters = dtype in (torch.bfloat16, torch.float16)
         self.twins = {
             param: nn.Parameter(param.detach().float() if has_masters else param.detach().clone()) for _, param in named
@@ -83,7 +92,7 @@ class Pair:
     def take_means(self) -> None:
         for param, twin in self.twins.items():
             mean = mean_over_ranks(self.grads.get(param), param, self.world_size)
-            twin.grad = None if mean is None else mean.to(twin.dtype)
+            twin.grad = None if mean is None else torch.empty_like(twin).copy_(mean)  # in the order of the parameter
             if mean is not None and not self.ours.inside.grads.sharded:
                 assert same_bits(param.grad, mean), "the mean is that of zerox"
 
@@ -95,7 +104,8 @@ class Pair:
                 theirs: dict[str, Any] = self.theirs.state.get(self.twins[param], {})
                 for key, value in theirs.items():
                     ours = state[key]
-                    if isinstance(value, Tensor) and value.numel() == param.numel() > 1:
+                    if isinstance(value, Tensor) and value.shape == param.shape and param.numel() != 1:
+                        assert ours.shape == param.shape or segment.span.numel < param.numel(), f"{where}: {key}"
                         start = segment.param_start
                         value = memory_order(value)[start : start + segment.span.numel]
                         assert same_bits(memory_order(ours), value), f"{where}: {key}"

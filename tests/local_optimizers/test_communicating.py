@@ -64,9 +64,9 @@ def test_a_class_that_communicates_by_itself_is_refused_and_sent_to_ddp() -> Non
 
 
 def test_a_probe_s_own_tensors_are_not_taken_for_the_user_s() -> None:
-    """The class's own words are about a tensor of one dimension that the user never had."""
+    """The class's own words are about a tensor of one dimension that the user never had: and what helps is said."""
     with pytest.raises(
         ValueError, match=r"small tensors of zerox's own, 1-D as a rank's piece .*size: torch.Size"
     ) as it:
         ShardedOptimizer([nn.Parameter(torch.ones(7, 3))], torch.optim.Muon)
-    assert str(it.value).endswith(". Use it under DistributedDataParallel")
+    assert ". Pass whole='matrices': parameters of two or more dimensions then lie whole" in str(it.value)

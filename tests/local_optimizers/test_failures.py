@@ -30,14 +30,14 @@ def says(call: Any) -> str:
 
 
 def fail(
-    rank: int, world_size: int, who: int, dtype: torch.dtype, masters: str | None, folder: str
+    rank: int, world_size: int, who: int, dtype: torch.dtype, masters: str | None, folder: str, stage: int = 2
 ) -> tuple[list[str], list[bool]]:
     """What each step says, and whether parameters were as they had to be."""
     model = make_model(dtype)
 
     def build() -> ShardedOptimizer:
         options = {"lr": 0.1, "momentum": 0.9, "bucket_cap_mb": 0.03, "master_weights": masters, "elementwise": True}
-        return ShardedOptimizer(model.named_parameters(), Failing, **options)  # type: ignore[arg-type]
+        return ShardedOptimizer(model.named_parameters(), Failing, stage=stage, **options)  # type: ignore[arg-type]
 
     ours = build()
     backward(model, batch(rank, 0, dtype=dtype))
@@ -68,20 +68,20 @@ def fail(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "who", "dtype", "masters"),
+    ("world_size", "who", "dtype", "masters", "stage"),
     [
-        (2, 0, torch.float32, "auto"),
-        (2, 1, torch.float32, "auto"),
-        (3, 1, torch.float64, "auto"),
-        (3, 2, torch.bfloat16, "auto"),
-        (2, 1, torch.bfloat16, None),
+        (2, 0, torch.float32, "auto", 2),
+        (2, 1, torch.float32, "auto", 3),  # in the first of several buckets, none of which is whole anywhere
+        (3, 1, torch.float64, "auto", 2),
+        (3, 2, torch.bfloat16, "auto", 2),
+        (2, 1, torch.bfloat16, None, 2),
     ],
     ids=str,
 )
 def test_all_ranks_raise_and_all_parameters_are_as_before(
-    world_size: int, who: int, dtype: torch.dtype, masters: str | None, tmp_path: Path
+    world_size: int, who: int, dtype: torch.dtype, masters: str | None, stage: int, tmp_path: Path
 ) -> None:
-    for said, as_before in run_ranks(fail, world_size, who, dtype, masters, str(tmp_path)):
+    for said, as_before in run_ranks(fail, world_size, who, dtype, masters, str(tmp_path), stage):
         name = "tests.local_optimizers.classes.Failing"
         failed = f"RuntimeError: rank {who} raised ArithmeticError: this rank can't in {name}'s step()"
         assert said[0].startswith(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +221,16 @@ def test_alone_state_is_where_torch_has_it_and_as_the_class_keeps_it() -> None:
 
 
 def through_dcp(rank: int, world_size: int, name: str, folder: str, way: str) -> None:
-    dtype = torch.float32
-    pair = Pair(rank, world_size, name, dtype)
+    pass_on(lambda: Pair(rank, world_size, name, torch.float32), folder, way)
+
+
+def pass_on(make: Callable[[], Pair], folder: str, way: str) -> None:
+    """What a pair has after two steps, to another one."""
+    pair = make()
     for step in range(2):
         pair.step(step, branch=False)
     full = shared(pair.ours.full_state_dict())
-    other = Pair(rank, world_size, name, dtype)
+    other = make()
     other.model.load_state_dict(pair.model.state_dict())
     if way == "in place":
         saved, loaded = (entries(each.ours, parameter_names(each.model, each.ours)) for each in (pair, other))

@@ -19,7 +19,7 @@ from tests.optimizer.made import ALONE, MOMENTUM, ON_MESH, arguments, build, mes
 from tests.optimizer.masters import exact_values, parts_of, rounded
 from tests.optimizer.models import mean_in_rank_order, memory_order, watch_gradients
 from tests.optimizer.test_parity import MOMENTS, torch_step
-from tests.optimizer.ways import Way, is_inner, plain_twin
+from tests.optimizer.ways import Way, first_of, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import Sparsity
 from zerox.memory.grad_dtype import NARROW
@@ -81,6 +81,7 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        x = x.reshape(weight.shape)
         return x * weight * weight + x * weight
 
     def cut(self, mesh: DeviceMesh) -> None:
@@ -105,6 +106,8 @@ class Training:
                 part.cut(mesh["tp"])
         if way[TABLES] == "True":
             self.model.add_table()
+        if way["whole"] != first_of("whole"):  # a matrix, with the same elements
+            self.model.parts[2].weight = nn.Parameter(self.model.parts[2].weight.detach().reshape(50, -1))
         options = {"weight_decay": 0.125, **arguments(way, mesh)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
@@ -125,8 +128,11 @@ class Training:
         assert inside.grads.sharded is (way["stage"] != "1")
         residency = isinstance(inside.gather, Residency)
         assert residency is (way["stage"] == "3" and inside.ranks.size > 1)
-        forms = {bucket.plan.state_form for bucket in inside.buckets}
-        assert (len(inside.buckets) > len(forms)) is (way["bucket_cap_mb"] == "a number")
+        kinds = {(bucket.plan.state_form, bucket.plan.layout.owners is None) for bucket in inside.buckets}
+        assert (len(inside.buckets) > len(kinds)) is (way["bucket_cap_mb"] == "a number")
+        assert {is_cut for _, is_cut in kinds} == {'"none"': {True}, '"matrices"': {True, False}}.get(
+            way["whole"], {False}
+        )
         moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}
         expected = torch.float64 if self.dtype is torch.float64 else moments[way["state_dtype"]]
         if is_inner(way) and way["master_weights"] == "None":

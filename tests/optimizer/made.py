@@ -42,6 +42,7 @@ ELSEWHERE = (
     "rule",
     TABLES,
 )
+OF_CLASSES = ("whole",)  # which ShardedOptimizer alone has
 MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
 
 
@@ -58,7 +59,8 @@ def mesh_of(way: Way) -> DeviceMesh | None:
 
 def arguments(way: Way, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     """The constructor's. KeyError or ValueError for a value that nobody has said how to make."""
-    found = {name: _made(name, value) for name, value in way.items() if name not in ELSEWHERE}
+    unsaid = () if is_inner(way) else [name for name in OF_CLASSES if way[name] == CHOICES[name].values[0]]
+    found = {name: _made(name, value) for name, value in way.items() if name not in (*ELSEWHERE, *unsaid)}
     if mesh is not None and way["process_group"] != ALONE:
         found["process_group"] = mesh["replicate", "shard"] if way["process_group"] == ON_MESH else mesh["shard"]
     if way["lr"] == "a tensor":

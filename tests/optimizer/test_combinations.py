@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.optimizer.combined import Training, outcome
 from tests.optimizer.covering import OF_FOUR
-from tests.optimizer.made import ELSEWHERE, ON_MESH, arguments, build, of_optimizer
+from tests.optimizer.made import ELSEWHERE, OF_CLASSES, ON_MESH, arguments, build, of_optimizer
 from tests.optimizer.ways import (
     OF_RANKS,
     Pair,
@@ -29,11 +29,25 @@ from tests.optimizer.ways import (
     way_of,
 )
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, Sparsity, estimate
+from zerox import FusedShardedAdam, ShardedOptimizer, Sparsity, estimate
 from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
 from zerox.plan import combinations
-from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, FIRST_VALUES, MASKS, ON_META, SPARSITY, TABLES, some
+from zerox.plan.choices import (
+    A_SUBGROUP,
+    CHOICES,
+    DTENSORS,
+    FIRST_VALUES,
+    FUSED,
+    MASKS,
+    ON_META,
+    SHARDED,
+    SPARSITY,
+    TABLES,
+    Setting,
+    some,
+)
 from zerox.plan.combinations import Refused, Row, Untried, pairs, ruling
+from zerox.plan.owners import WHOLE
 from zerox.plan.stage import STAGES
 from zerox.ranks.exchange import EXCHANGES
 from zerox.rules.adam import ADAM
@@ -49,7 +63,8 @@ NO_CHOICES = {"params", "betas", "eps", "weight_decay", "differentiable", "norm_
 
 def test_every_option_of_the_constructor_has_a_choice_with_its_values() -> None:
     asked = set(inspect.signature(FusedShardedAdam).parameters) - NO_CHOICES
-    assert asked == set(CHOICES) - set(ELSEWHERE)
+    assert asked == set(CHOICES) - set(ELSEWHERE) - set(OF_CLASSES)
+    assert set(OF_CLASSES) <= set(inspect.signature(ShardedOptimizer).parameters)
     taken = {
         "stage": STAGES,
         "reduce_dtype": REDUCE_DTYPES,
@@ -57,6 +72,7 @@ def test_every_option_of_the_constructor_has_a_choice_with_its_values() -> None:
         "state_dtype": STATE_FORMS,
         "master_weights": MASTER_WEIGHTS,
         "exchange": (None, *EXCHANGES),
+        "whole": WHOLE,
     }
     for option, values in taken.items():
         assert {_word(option, value) for value in values} == set(CHOICES[option].values), option
@@ -64,7 +80,8 @@ def test_every_option_of_the_constructor_has_a_choice_with_its_values() -> None:
 
 
 def test_defaults_are_the_first_values() -> None:
-    for name, parameter in inspect.signature(FusedShardedAdam).parameters.items():
+    of_both = [*inspect.signature(FusedShardedAdam).parameters.items()]
+    for name, parameter in [*of_both, *inspect.signature(ShardedOptimizer).parameters.items()]:
         if name in CHOICES:
             assert _word(name, parameter.default) == CHOICES[name].values[0]
 
@@ -92,24 +109,45 @@ def not_a_group(backend: str) -> dist.ProcessGroup:
     return group
 
 
+def of_class(pair: Pair) -> Pair:
+    """The pair itself, or if ShardedOptimizer refuses the other one in any case, those two: that is said first."""
+    others = [each for each in pair if each.option not in OF_CLASSES]
+    if len(others) == len(pair) or others[0].option == "optimizer":
+        return pair
+    found = Setting("optimizer", SHARDED), others[0]
+    return found if isinstance(ruling(*found), Refused) else pair
+
+
+def way_of_refused(pair: Pair) -> dict[str, str]:
+    """All else at its default, but for an option that only ShardedOptimizer has."""
+    has_class = set(OF_CLASSES) & {each.option for each in pair}
+    plain = {name: choice.values[0] for name, choice in CHOICES.items()}
+    return plain | ({"optimizer": SHARDED} if has_class else {}) | {each.option: each.value for each in pair}
+
+
 @pytest.mark.parametrize("pair", pairs_with(Refused), ids=name_of)
 def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     refused = ruling(*pair)
     assert isinstance(refused, Refused)
     message = re.escape(f"{refused.reason}. {refused.way_out}")
     settings = {each.option: each.value for each in pair}
-    plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
+    plain = way_of_refused(pair)
     of_ranks = (
         {"cuda", ON_MESH, DTENSORS, A_SUBGROUP} & set(settings.values())
         or {"join", "capturable"} <= set(settings)
         or {MASKS, "capturable"} <= set(settings)
         or {TABLES, "resident_mb"} <= set(settings)  # stage 3, which it needs, is refused first
+        or (set(OF_CLASSES) & set(settings) and FUSED in settings.values())  # whose constructor has no such argument
     )
     if of_ranks or (settings.get("backend") == "nccl" and "device" not in settings):
         # As the constructor asks, where there is such a device, and where there are ranks.
         with pytest.raises(refused.error, match=message):
             combinations.check({name: {value} for name, value in settings.items()})
         return
+    pair = of_class(pair)
+    refused = ruling(*pair)
+    assert isinstance(refused, Refused)
+    message = re.escape(f"{refused.reason}. {refused.way_out}")
     shape = (3, 2) if plain[TABLES] == "True" or plain["rule"] == '"muon"' else (3,)
     params = [nn.Parameter(torch.ones(shape, dtype=getattr(torch, plain["parameters"])))]
     options = arguments({**plain, "backend": "gloo"})
@@ -151,8 +189,7 @@ def on_ranks() -> list[Pair]:
 
 
 def raised_of(rank: int, _: int, asked: list[Pair]) -> list[str]:
-    plain = {name: choice.values[0] for name, choice in CHOICES.items()}
-    ways = [plain | {each.option: each.value for each in pair} for pair in asked]
+    ways = [way_of_refused(pair) for pair in asked]
     for way in ways:
         way["stage"] = "3" if way["resident_mb"] == "a number" else way["stage"]
     return [str(outcome(lambda way=way: Training(rank, way))) for way in ways]
@@ -162,7 +199,7 @@ def test_a_refused_pair_of_ranks_raises_what_the_table_says() -> None:
     asked = on_ranks()
     assert len(asked) >= 9
     for messages in run_ranks(raised_of, ON_MESH_OF, asked):
-        for pair, message in zip(asked, messages, strict=True):
+        for pair, message in zip(map(of_class, asked), messages, strict=True):
             refused = ruling(*pair)
             assert isinstance(refused, Refused)
             if "resident_mb" not in {each.option for each in pair}:  # stage 3, which it needs, is refused first
@@ -178,6 +215,7 @@ def test_only_gpus_are_untried() -> None:
 
 REFUSES = Refused("this test says so", "Leave it out")
 UNSAID = {
+    *some("whole", '"none"'),
     *some("rule", '"adam"'),
     *some("foreach", "None"),
     *some("fused", "None"),
@@ -192,7 +230,6 @@ UNSAID = {
 # At their defaults, which a group of another rule does not name.
 OF_ADAM = {*some("amsgrad", "False"), *some("decoupled_weight_decay", "True")}
 MUTE = {'"sgd"': OF_ADAM, '"lion"': OF_ADAM, '"muon"': {*OF_ADAM, *some("maximize", "False")}}
-OF_OTHERS = {*some("maximize", "False")}  # than Muon
 
 # What is called when parameters have their values.
 LATER = {*some("overlap_gather", "called"), *some("join", "inside"), *some(MASKS, SPARSITY)}

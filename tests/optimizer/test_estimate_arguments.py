@@ -13,7 +13,7 @@ from torch import nn
 
 import zerox
 from zerox.engine import Engine
-from zerox.estimate import OF_ALL
+from zerox.optimizer.given import OF_ALL
 from zerox.options import OptimizerOptions
 from zerox.rules.known import KNOWN, options_of
 

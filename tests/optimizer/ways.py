@@ -20,7 +20,7 @@ _read: tuple[object, Costs] = (None, {})  # the table's rows, and what they cost
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
     "stage", FIRST_VALUES, "device", "backend", "exchange", "bucket_cap_mb", "resident_mb", "capturable",
-    "overlap_gather", "join", "lr", "foreach", "fused",
+    "overlap_gather", "join", "whole", "lr", "foreach", "fused",
 )  # fmt: skip
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")

@@ -23,12 +23,18 @@ class SavedState:
 
     def __init__(self, optimizer: Engine, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]) -> None:
         group_of = {name: group for group in host["groups"] for name in group["names"]}
+        live = {m.number: optimizer.param_groups[m.group]["params"] for m in optimizer.inside.members}
         orders = host["memory_order"]
         self.buckets = optimizer.inside.buckets
         self.rules = {m.number: bucket.rule for bucket in self.buckets for m in bucket.members}
         self.masked = {b.members[slot].number for b in self.buckets if b.mask is not None for slot in b.mask.slots}
+
+        def saved_in(number: int, name: str) -> Mapping[str, Any] | None:
+            return {**group_of[name], "params": live.get(number, ())} if name in group_of else None
+
         self.params = {
-            number: SavedParam(name, saved, group_of.get(name), orders.get(name, [])) for number, name in names.items()
+            number: SavedParam(name, saved, saved_in(number, name), orders.get(name, []))
+            for number, name in names.items()
         }
         self.tables = SavedTables(optimizer.inside.tables, self.params)
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}

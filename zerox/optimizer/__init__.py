@@ -13,5 +13,6 @@ mean_gradient, one_gradient: calls about the mean gradient, and about one parame
   optimizers
 muon_groups: the param groups of a model, by what model_parts finds in it
 join: how a rank without batches follows the others, in threads of followers
-memory_bytes: bytes that this rank holds; local_bytes: by formula, of parameters that no wrapper has
+memory_bytes: bytes that this rank holds; local_bytes: by formula, of parameters that no wrapper has; given: what an
+  optimizer would make of what zerox.estimate is given
 """

@@ -32,6 +32,9 @@ class MemoryBytes:
 
     ``peak_of_construction`` is the maximum while an optimizer gives a model on the meta device (``model=``) its first
     values, without the model's buffers and what its functions of init allocate themselves. 0 where nothing is on meta.
+
+    ``fullest_rank``: in an estimate where ranks own whole parameters (``whole=``), the one that has most elements. All
+    numbers are those of that rank. None: no rank has more than others, or the bytes are counted.
     """
 
     parameters: int
@@ -44,6 +47,7 @@ class MemoryBytes:
     peak: int = 0
     typical_peak: int = 0
     peak_of_construction: int = 0
+    fullest_rank: int | None = None
 
     @property
     def lasting(self) -> int:

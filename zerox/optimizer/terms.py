@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -116,8 +115,8 @@ def _trained_text(param: Tensor) -> str:
 
 
 def _of_options(options: OptimizerOptions, groups: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for field in fields(options):
-        yield f"{field.name}={getattr(options, field.name)!r}"
+    for name, value in options.named().items():
+        yield f"{name}={value!r}"
     for index, group in enumerate(groups):
         # The rule comes first: it decides on the others.
         for key in sorted(group.keys() - {"params", "param_names"}, key=lambda key: (key != RULE, str(key))):

@@ -68,6 +68,7 @@ CHOICES = {
         Choice("mean_over", ("not called", "called"), "{option}() {value}"),
         Choice("join", ("outside", "inside"), "{value} join()"),
         Choice(MASKS, ("None", SPARSITY), "{value} for {option}"),
+        Choice("whole", ('"none"', '"matrices"', '"all"')),
         Choice("lr", ("a number", "a tensor")),
         Choice(TABLES, ("False", "True")),
         Choice("rule", ('"adam"', '"sgd"', '"lion"', '"muon"')),

@@ -16,6 +16,7 @@ from zerox.plan.choices import (
     CHOICES,
     DTENSORS,
     FIRST_VALUES,
+    FUSED,
     LIE_AS,
     MASKS,
     ON_META,
@@ -26,7 +27,7 @@ from zerox.plan.choices import (
     Setting,
     some,
 )
-from zerox.plan.pairs_of_matrices import OF_MATRICES
+from zerox.plan.pairs_of_matrices import OF_MATRICES, OF_OTHER_CLASSES
 from zerox.plan.pairs_of_tables import OF_TABLES
 from zerox.plan.rulings import BATCHES, OF_STAGE_3, ON_GPUS, But, Refused, Row, Ruling, Untried
 
@@ -288,6 +289,7 @@ ROWS = (
             RuntimeError,
         ),
     ),
+    *OF_OTHER_CLASSES,
 )
 
 

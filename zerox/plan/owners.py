@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,3 +48,17 @@ def owners(
         found[place] = rank
         heapq.heapreplace(least, (cost + costs[place], numel + numels[place], rank))
     return tuple(found)
+
+
+WHOLE = ("none", "matrices", "all")  # which parameters of a class of torch's kind lie whole on one rank
+
+
+def cost_of_whole(whole: str, shape: Sequence[int]) -> int | None:
+    """What the update of a parameter counts for, if ``whole`` (of ``WHOLE``) leaves it whole on one rank; else None.
+
+    A matrix is what has two dimensions or more: those behind the first count as one. Nobody knows what a class computes
+    for it. Newton-Schulz steps are what costs most by far, and under "all" it is the number of elements.
+    """
+    if whole == "matrices" and len(shape) > 1:
+        return newton_schulz_cost(shape[0], math.prod(shape[1:]))
+    return math.prod(shape) if whole == "all" else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, TABLES, some
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, FUSED, LIE_AS, MASKS, SPARSITY, SUBGROUP, TABLES, some
 from zerox.plan.rulings import ON_GPUS, Refused, Row, Untried
 
 MUON = some("rule", '"muon"')
+WHOLE = some("whole", '"matrices"', '"all"')
 OF_MATRICES = (
     Row(
         MUON,
@@ -35,12 +36,31 @@ OF_MATRICES = (
         Refused("the rows of a table are updated by themselves", "Leave its group another rule"),
     ),
     Row(
-        MUON,
+        (*MUON, *WHOLE),
         some("exchange", '"native"'),
         Refused(
             "its ranks own unequal shares of a bucket, and the backend's own collectives move equal ones",
             'Leave exchange out, or pass "direct"',
         ),
     ),
-    Row(MUON, ON_GPUS, Untried("on GPUs and over NCCL; a fake accelerator has run it")),
+    Row((*MUON, *WHOLE), ON_GPUS, Untried("on GPUs and over NCCL; a fake accelerator has run Muon")),
+)
+# Behind what is said of ShardedOptimizer, whose option it is.
+OF_OTHER_CLASSES = (
+    Row(
+        WHOLE,
+        (
+            *some("optimizer", FUSED),
+            *some("capturable", "True"),
+            *some("rule", '"sgd"', '"lion"', '"muon"'),
+            *some("state_dtype", "torch.bfloat16", '"8bit"'),
+            *some("master_weights", '"remainder"'),
+            *some("accumulate_dtype", "torch.float32"),
+            *some(LIE_AS, DTENSORS),
+            *some(SUBGROUP, A_SUBGROUP),
+            *some(MASKS, SPARSITY),
+            *some(TABLES, "True"),
+        ),
+        Refused("it is an option of ShardedOptimizer, which does not go with the other", "Leave one of them out"),
+    ),
 )

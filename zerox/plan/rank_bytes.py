@@ -58,6 +58,17 @@ def heaviest_shard(plan: Plan) -> int:
     return numels.index(max(numels))
 
 
+def fullest_rank(plan: Plan, site: Site) -> int | None:
+    """The rank that has the ``site``'s shard of each bucket. None: no parameters have owners, so all have as much."""
+    if site.world_size == 1 or all(bucket.layout.owners is None for bucket in plan.buckets):
+        return None
+    if site.mesh is None:
+        return site.shard
+    replicate, shard = site.mesh
+    inner, outer = divmod(site.shard, replicate)  # shards of ranks that differ in the outer axis only lie together
+    return outer * shard + inner
+
+
 def _own(layout: Layout, shard: int, together: int = 1) -> Span:
     """A shard, or those that are kept ``together`` with it. A subgroup has fewer than all ranks have."""
     first = shard % layout.world_size // together * together

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from zerox.plan import combinations
 from zerox.plan.choices import SHARDED
 from zerox.plan.form import Form
+from zerox.plan.owners import WHOLE, cost_of_whole
 from zerox.rules.of_groups import RULE, Rules
-from zerox.rules.probe import Kinds, NotElementwise, probe
+from zerox.rules.probe import Differs, Kinds, NotElementwise, probe, reason
 from zerox.rules.rule import STEP, NumberSpec, Rule, StateSpec
+from zerox.rules.samples import Samples, kind_of_option, option_for_probe, samples_of
 
-LEAST_LR = 1e-2  # with which the class is tried: under a schedule's first lr, often 0, nothing would differ
 NOT_OPTIONS = ("params", "param_names", RULE)
 WAY_OUT = "Use it under DistributedDataParallel"
 REFUSED = {
@@ -33,6 +35,7 @@ OF_RANKS = {  # by their full names, since they take long to import
         f"it averages parameters over the ranks by itself. {WAY_OUT}"
     ),
 }
+WHAT_LIES_WHOLE = {"matrices": "parameters of two or more dimensions", "all": "all parameters"}
 LR = ("lr", "initial_lr")
 _warned: set[str] = set()  # classes of which it was said that they are not elementwise
 USUAL = (torch.float32, torch.device("cpu"))
@@ -49,9 +52,10 @@ def full_name(cls: type) -> str:
 
 class LocalOptimizerClass:
     """``cls(params, *by_position, **options)``, as a rule. With ``trusted`` it is taken though it is not elementwise.
+    ``whole``: which parameters lie whole on one rank, as WHOLE has it.
 
-    What it keeps may depend on which options are on (momentum), so each set of these is tried once, when a
-    param group first has it, in each dtype of ``tried``.
+    What it keeps may depend on which options are on (momentum), and on whether tensors are matrices, so each set of
+    these is tried once, when a param group first has it, in each dtype of ``tried``.
     """
 
     def __init__(
@@ -61,12 +65,14 @@ class LocalOptimizerClass:
         trusted: bool,
         has_masters: bool,
         by_position: Sequence[Any] = (),
+        whole: str = WHOLE[0],
     ) -> None:
         self.cls = cls
         self.options = dict(options)
         self.by_position = list(by_position)
         self.trusted = trusted
         self.has_masters = has_masters
+        self.whole = whole
         self.defaults: dict[str, Any] = {}
         self.states: list[StateSpec] = []
         self.numbers: list[NumberSpec] = []
@@ -123,12 +129,12 @@ class LocalOptimizerClass:
         return torch.float32 if self.has_masters and param.itemsize == 2 else param.dtype
 
     def kinds(self, group: Mapping[str, Any]) -> Kinds:
-        """What the class keeps under the options of a group, which may lack some. Raises as learn()."""
+        """What the class keeps under the options of a group, which may lack some, for its parameters. Raises as
+        learn()."""
         pattern = self._pattern(group)
         found = self.known.get(pattern)
         if found is None:
-            options = {**self.defaults, **options_of(group)}
-            found = self._merge([self._probe(options, *place) for place in self.tried or (USUAL,)])
+            found = self._merge([self._probe(group, *place) for place in self.tried or (USUAL,)])
             self._grow(found)
             self.known[pattern] = found
         return found
@@ -136,11 +142,20 @@ class LocalOptimizerClass:
     def knows(self, group: Mapping[str, Any]) -> bool:
         return self._pattern(group) in self.known
 
+    def least_dims(self, group: Mapping[str, Any]) -> int:
+        """Of the tensors of this group that the class gets."""
+        samples = self._samples(group, self.whole)
+        return 1 if samples.cut else min(samples.dims)
+
     def _pattern(self, group: Mapping[str, Any]) -> Pattern:
-        """Which options are on. Their numbers don't matter, nor does lr: it is tried as if it were on."""
-        own = tuple(_kind(group.get(key, value)) for key, value in self.defaults.items() if key not in LR)
+        """Which options are on, and what is tried for the parameters. Numbers don't matter, nor does lr: it is tried as
+        if it were on."""
+        own = tuple(kind_of_option(group.get(key, value)) for key, value in self.defaults.items() if key not in LR)
         more = (key for key in group if key not in self.defaults and key not in NOT_OPTIONS and key not in LR)
-        return own, tuple((key, _kind(group[key])) for key in more)
+        return self._samples(group, self.whole), own, tuple((key, kind_of_option(group[key])) for key in more)
+
+    def _samples(self, group: Mapping[str, Any], whole: str) -> Samples:
+        return samples_of(group.get("params", ()), whole)
 
     @property
     def step(self) -> NumberSpec | None:
@@ -181,46 +196,65 @@ class LocalOptimizerClass:
             raise TypeError(f"{self.name} got multiple values for argument {twice[0]!r}")
         return dict(zip(names, given, strict=False))
 
-    def _probe(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
-        chosen = {key: _for_probe(key, value) for key, value in options.items()}
+    def _probe(self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
+        options = {**self.defaults, **options_of(group)}
+        chosen = {key: option_for_probe(key, value) for key, value in options.items()}
 
         def make(params: list[Tensor]) -> torch.optim.Optimizer:
             return self.make([{**chosen, "params": params}])
 
+        def run(samples: Samples, compare: bool) -> Kinds:
+            return probe(make, samples, dtype, device, compare)
+
+        samples = self._samples(group, self.whole)
         if self.trusted:
             try:
-                return probe(make, dtype, device, compare=True)
+                return run(samples, compare=True)
             except Exception as error:  # also what it raises for whole tensors, which it will not get
                 refused = error
         try:
-            found = probe(make, dtype, device, compare=not self.trusted)
+            found = run(samples, compare=not self.trusted)
             if self.trusted:
                 self._warn(refused)
             return found
-        except NotElementwise as error:
-            raise ValueError(f"{self.name} can't be sharded: it {error}. {self._way_out(error)}") from None
         except Exception as error:
-            raise ValueError(
-                f"{self.name} can't be sharded: it raised {type(error).__name__} for small tensors of zerox's own, "
-                f"1-D as a rank's piece of any parameter and 2-D: {str(error).rstrip('.')}. {WAY_OUT}"
-            ) from error
+            why = reason(error, f"small tensors of zerox's own, {samples}")
+            way_out = self._way_out(error, group, lambda other: run(other, compare=True))
+            cause = None if isinstance(error, NotElementwise) else error
+            raise ValueError(f"{self.name} can't be sharded: it {why}. {way_out}") from cause
 
     def _warn(self, refused: Exception) -> None:
         if self.name not in _warned:
             _warned.add(self.name)
-            said = (
-                str(refused) if isinstance(refused, NotElementwise) else f"raised {type(refused).__name__}: {refused}"
-            )
+            said = reason(refused, "small tensors of zerox's own")
             warnings.warn(
                 f"zerox: {self.name} {said}. With elementwise=True it is taken all the same, and its results depend on "
                 "the number of ranks and on bucket_cap_mb, which cut the tensors",
                 stacklevel=2,
             )
 
-    def _way_out(self, error: NotElementwise) -> str:
-        if "is not elementwise" not in str(error):
-            return WAY_OUT
-        return f"{WAY_OUT}, or pass elementwise=True if the difference is one that you accept"
+    def _way_out(self, error: Exception, group: Mapping[str, Any], run: Callable[[Samples], Kinds]) -> str:
+        """Another ``whole`` under which the class can be sharded, or what is wrong there too."""
+        seen, why = {self._samples(group, self.whole)}, ""
+        for whole in WHAT_LIES_WHOLE if self.whole != "all" else ():
+            samples = self._samples(group, whole)
+            if samples in seen or not samples.dims:
+                continue
+            seen.add(samples)
+            try:
+                run(samples)
+            except Exception as other:  # as _probe()
+                why = f"With whole={whole!r} it {reason(other, f'small tensors, {samples}')}. "
+            else:
+                return f"Pass whole={whole!r}: {WHAT_LIES_WHOLE[whole]} then lie whole on one rank each"
+        alone = replace(self._samples(group, "matrices"), cut=())
+        if alone.dims and alone not in seen:
+            with suppress(Exception):
+                run(alone)
+                matrices = WHAT_LIES_WHOLE["matrices"]
+                return f"{why}Give it only {matrices}, with whole='matrices', and the others to another optimizer"
+        accepts = ", or pass elementwise=True if the difference is one that you accept"
+        return f"{why}{WAY_OUT}{accepts if isinstance(error, Differs) else ''}"
 
     def _merge(self, found: Sequence[Kinds]) -> Kinds:
         """Of several dtypes of parameters: state in the parameter's dtype in each, or in one dtype in all."""
@@ -286,30 +320,21 @@ class LocalOptimizerRule(Rule):
     def torch_optimizer(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
         return self.optimizer_class.make([{"params": list(params)}])
 
+    @property
+    def has_owners(self) -> bool:
+        return self.optimizer_class.whole != "none"
+
+    def cost(self, shape: Sequence[int], group: Mapping[str, Any]) -> int | None:
+        whole = self.optimizer_class.whole
+        return super().cost(shape, group) if whole == "none" else cost_of_whole(whole, shape)
+
     def check_loaded(self, group: Mapping[str, Any]) -> None:
         refuse_flags(group)
         self.optimizer_class.kinds(group)
 
 
-def _kind(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float)):
-        return bool(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_kind, value))
-    return value if isinstance(value, str) else type(value).__name__
-
-
 def _form_of(dtype: torch.dtype) -> Form:
     return Form(str(dtype).removeprefix("torch."), dtype.itemsize)
-
-
-def _for_probe(key: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.detach().clone()
-        return value.clamp_(min=LEAST_LR) if key == "lr" else value
-    if key == "lr" and isinstance(value, (int, float)):
-        return max(float(value), LEAST_LR)
-    return list(value) if isinstance(value, list) else value
 
 
 def _on_host_if_meta(device: torch.device) -> torch.device:

@@ -4,15 +4,17 @@ A rank holds pieces of tensors, 1-D, some of one tensor and some of another. So 
 whole tensors, and one for each of three ranks on their pieces, from the same values and with the same gradients. If
 every bit of parameters and state is the same after each step, no element depends on another one. Norms, factored or
 orthogonalised matrices, global sums and random rounding all show: each optimizer has another seed, as ranks do.
+
+Tensors that will lie whole on one rank have an optimizer each instead. If all bits are the same, no tensor depends on
+another one: norms and factored matrices may be, global sums and random rounding still show.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,26 +24,34 @@ from torch import Tensor, nn
 
 from zerox import _torch
 from zerox.plan.form import Form
-from zerox.plan.span import SHARD_ALIGN
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
+from zerox.rules.samples import Piece, Samples, draw
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
-NUM_STEPS = 12
-SHAPES = ((7, 111), (301,))
-# (tensor, start, stop) of each piece of each of three ranks. They are cut where zerox cuts: kernels may round otherwise
-# behind the last whole vector register, which is in the same place then.
-PIECES = (((0, 0, SHARD_ALIGN),), ((0, SHARD_ALIGN, 777), (1, 0, SHARD_ALIGN)), ((1, SHARD_ALIGN, 301),))
-# Gradients lie between 1e-8 and the power of ten of their step. Small ones too: in 16 bits the largest may overflow,
-# and where everything is infinite nothing differs.
-POWERS = (0, 4, 1, -2, 2, 4)
-ZERO_STEPS = {5: 1, 8: 0}  # steps in which the gradient of a whole tensor is zero, and of which
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# How bits may differ: what is wrong with the class, and between what.
+CUT = "is not elementwise", "whole tensors and the same tensors cut as ranks hold them"
+APART = (
+    "lets tensors depend on each other",
+    "tensors that share an optimizer and the same tensors with an optimizer each",
+)
 SCALE = "_scale"  # the end of keys that zerox uses beside its own
 
 
 class NotElementwise(Exception):
     """Why a class can't be cut: a clause that begins with "its" or a verb."""
+
+
+class Differs(NotElementwise):
+    """The same, where that is bits that the user may accept."""
+
+
+def reason(error: Exception, tried: str) -> str:
+    """Why a class can't be sharded, as a clause: also if it raised for what was ``tried``."""
+    if isinstance(error, NotElementwise):
+        return str(error)
+    return f"raised {type(error).__name__} for {tried}: {str(error).rstrip('.')}"
 
 
 def no_messages() -> AbstractContextManager[None]:
@@ -98,29 +108,34 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer, **options: Any) 
     step(optimizer, **options)
 
 
-def probe(make: Make, dtype: torch.dtype, device: torch.device, compare: bool) -> Kinds:
-    """Runs what ``make`` builds on pieces, and if asked to ``compare`` on whole tensors too.
+def probe(make: Make, samples: Samples, dtype: torch.dtype, device: torch.device, compare: bool) -> Kinds:
+    """Runs what ``make`` builds on what ranks hold, and if asked to ``compare`` on all tensors in one optimizer too.
 
     Raises NotElementwise, and what the class itself raises. The random state of torch, Python and numpy is restored.
     """
-    drawn_starts, drawn_grads = _draw()
+    drawn_starts, drawn_grads = draw(samples.shapes)
     starts = [start.to(device, dtype) for start in drawn_starts]
     with random_state_restored(device), torch.no_grad(), no_messages():
         wholes = [nn.Parameter(start.clone()) for start in starts]
-        pieces = [[nn.Parameter(starts[t].reshape(-1)[a:b].clone()) for t, a, b in own] for own in PIECES]
+        pieces = [[nn.Parameter(_piece(starts, samples, each).clone()) for each in own] for own in samples.ranks]
         ranks = [make(list(own)) for own in pieces]
         whole = make(list(wholes)) if compare else None
         full_at_start = any(optimizer.state for optimizer in ranks)
         found = Found()
         for number, drawn in enumerate(drawn_grads):
             grads = [grad.to(device, dtype) for grad in drawn]
-            for seed, (optimizer, params, own) in enumerate(zip(ranks, pieces, PIECES, strict=True)):
-                _step(optimizer, params, [grads[t].reshape(-1)[a:b] for t, a, b in own], seed, found)
+            for seed, (optimizer, params, own) in enumerate(zip(ranks, pieces, samples.ranks, strict=True)):
+                _step(optimizer, params, [_piece(grads, samples, each) for each in own], seed, found)
                 _look(optimizer, params, number + 1, found)
+            held, cut = list(zip(ranks, pieces, strict=True)), len(samples.cut)
+            if samples.dims:
+                _check_keys(held, found)
             if whole is not None:
                 _step(whole, wholes, grads, len(ranks), Found())
-                _compare((whole, wholes), list(zip(ranks, pieces, strict=True)), found, number + 1)
-        expected = {key for key in found.states if not _makes_itself(ranks[0], pieces[0][0], key)}
+                _compare((whole, wholes[:cut]), held[: samples.num_cutting], found, number + 1, CUT)
+                _compare((whole, wholes[cut:]), held[samples.num_cutting :], found, number + 1, APART)
+        shown = next(rank for rank, params in enumerate(pieces) if params[0].numel() > 1)
+        expected = {key for key in found.states if not _makes_itself(ranks[shown], pieces[shown][0], key)}
     step = found.numbers.pop(STEP.key, None)
     return Kinds(
         tuple(found.states.values()),
@@ -131,33 +146,6 @@ def probe(make: Make, dtype: torch.dtype, device: torch.device, compare: bool) -
         found.writes_grads,
         full_at_start,
     )
-
-
-def _spread(shape: Sequence[int], powers: tuple[float, float], generator: torch.Generator) -> Tensor:
-    """float64, of both signs, evenly over the powers of ten. Most signs are the same in each call: gradients have a
-    direction, in which estimates of the distance grow."""
-    low, high = powers
-    drawn = torch.rand((2, *shape), generator=generator, dtype=torch.float64, device="cpu")
-    signs = torch.ones(shape, dtype=torch.float64, device="cpu")
-    signs.view(-1)[::2] = -1
-    signs[drawn[1] < 0.2] *= -1
-    return signs * 10 ** (low + (high - low) * drawn[0])
-
-
-@functools.cache
-def _draw() -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Values to start from, and the gradients of each step, float64."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    starts = [_spread(shape, (-3, 0), generator) for shape in SHAPES]
-    steps = []
-    for number in range(NUM_STEPS):
-        grads = [_spread(shape, (-8, POWERS[number % len(POWERS)]), generator) for shape in SHAPES]
-        for grad in grads:
-            grad[torch.rand(grad.shape, generator=generator, device="cpu") < 0.1] = 0
-        if number in ZERO_STEPS:
-            grads[ZERO_STEPS[number]].zero_()
-        steps.append(grads)
-    return starts, steps
 
 
 def _step(
@@ -187,6 +175,8 @@ def _look(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], count: int
     if foreign := [key for key in optimizer.state if not any(key is param for param in params)]:
         raise NotElementwise(f"keeps state under {foreign[0]!r}, which is no parameter")
     for param in params:
+        if param.numel() == 1:  # others show what it keeps
+            continue
         for key, value in _state_of(optimizer, param).items():
             spec = _spec_of(param, key, value)
             if spec is None:
@@ -240,15 +230,15 @@ def _compare(
     ranks: Sequence[tuple[torch.optim.Optimizer, Sequence[Tensor]]],
     found: Found,
     count: int,
+    how: tuple[str, str],
 ) -> None:
     """Pieces in their order are the whole tensors in theirs."""
+    if not ranks:
+        return
 
     def check(what: str, same: bool) -> None:
         if not same:
-            raise NotElementwise(
-                f"is not elementwise: after {count} steps its {what} differ between whole tensors and the same tensors "
-                "cut as ranks hold them"
-            )
+            raise Differs(f"{how[0]}: after {count} steps its {what} differ between {how[1]}")
 
     groups = [optimizer.param_groups[0] for optimizer, _ in (whole, *ranks)]
     for key in found.counters:
@@ -269,6 +259,25 @@ def _compare(
         shapes = [(param.shape, pieces[0].dtype) for param in whole[1]]
         check(f"shapes of {key!r}", [(value.shape, value.dtype) for value in values] == shapes)
         check(f"values of {key!r}", _same(_flat(values), _flat(pieces)))
+
+
+def _check_keys(held: Iterable[tuple[torch.optim.Optimizer, Sequence[Tensor]]], found: Found) -> None:
+    """Raises NotElementwise for what it keeps for some tensors only: all of a param group have the same keys here."""
+    states = [(param, _state_of(optimizer, param)) for optimizer, params in held for param in params]
+    for key in (*found.states, *found.numbers):
+        having, others = (
+            [p.dim() for p, state in states if (state.get(key) is None) is none] for none in (False, True)
+        )
+        if having and others:
+            raise NotElementwise(
+                f"keeps {key!r} for a tensor of {having[0]} dimensions and not for one of {others[0]}, in one param "
+                "group: give them groups of their own"
+            )
+
+
+def _piece(tensors: Sequence[Tensor], samples: Samples, piece: Piece) -> Tensor:
+    index, start, stop = piece
+    return tensors[index].reshape(-1)[start:stop] if index < len(samples.cut) else tensors[index]
 
 
 def _state_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerox import _torch
 from zerox.memory.bucket import Bucket, GradPart
+from zerox.plan.layout import Segment
 from zerox.rules.local_optimizer import LocalOptimizerRule, options_of
 from zerox.rules.probe import Kinds, step_without_global_hooks
 from zerox.rules.rule import STEP
@@ -19,12 +20,21 @@ State = dict[str, Any]
 
 
 class LocalParam(NamedTuple):
-    """A view of a segment, or of its master: elements ``[start, stop)`` of the shard, in the engine's ``group``."""
+    """A view of a segment, or of its master: elements ``[start, stop)`` of the shard, in the engine's ``group``.
+
+    ``strides``: of a parameter that lies whole here because it is never cut, and has its own shape. Others are 1-D."""
 
     param: nn.Parameter
     group: int
     start: int
     stop: int
+    strides: tuple[int, ...] | None
+
+    def view(self, values: Tensor) -> Tensor:
+        """Its elements, 1-D, as it has them."""
+        if self.strides is None:
+            return values
+        return values.as_strided(self.param.shape, self.strides, values.storage_offset())
 
 
 class LocalOptimizerBucket:
@@ -39,15 +49,7 @@ class LocalOptimizerBucket:
         self.bucket = bucket
         self.master = bucket.master
         self.values = bucket.param_shard if self.master is None else self.master.values
-        self.params = [
-            LocalParam(
-                nn.Parameter(self.values[s.span.start : s.span.stop]),
-                bucket.members[s.slot].group,
-                s.span.start,
-                s.span.stop,
-            )
-            for s in bucket.own_segments
-        ]
+        self.params = [self._local_param(each) for each in bucket.own_segments]
         self.counting: dict[int, nn.Parameter] = {}  # by group
         self._make(groups)
         self.bound: list[State] = [{} for _ in self.params]  # what of each state lies in the bucket, or is known there
@@ -57,10 +59,19 @@ class LocalOptimizerBucket:
         self._take_state()
         self._note_numbers()
 
+    def _local_param(self, own: Segment) -> LocalParam:
+        values, buffer = self.values[own.span.start : own.span.stop], self.bucket.buffer
+        strides = None if buffer.layout.owners is None else buffer.strides[own.slot]
+        if strides is not None:
+            values = values.as_strided(buffer.shapes[own.slot], strides, values.storage_offset())
+        group = self.bucket.members[own.slot].group
+        return LocalParam(nn.Parameter(values), group, own.span.start, own.span.stop, strides)
+
     def _make(self, groups: Groups) -> None:
         local = self.rule.optimizer_class
         if any(local.kinds(group).counters for group in groups):
-            self.counting = {index: nn.Parameter(self.values.new_zeros(1)) for index in range(len(groups))}
+            shapes = [(1,) * local.least_dims(group) for group in groups]
+            self.counting = {index: nn.Parameter(self.values.new_zeros(shape)) for index, shape in enumerate(shapes)}
         self.groups = sorted({*(param.group for param in self.params), *self.counting})
         self.kinds = [local.kinds(groups[index]) for index in self.groups]
         self.optimizer = self._make_optimizer([options_of(groups[index]) for index in self.groups])
@@ -114,7 +125,7 @@ class LocalOptimizerBucket:
             rows = range(part.first_row, part.first_row + part.segments.shape[0])
             for index, own in zip(rows, self._cut(grad, part.start, rows), strict=True):
                 if present[index]:
-                    self.params[index].param.grad = own
+                    self.params[index].param.grad = self.params[index].view(own)
                     given[index] = True
         for index, param in self.counting.items():
             param.grad = torch.zeros_like(param) if counted[index] else None
@@ -264,7 +275,8 @@ class LocalOptimizerBucket:
         return self.kinds[self.groups.index(self.params[row].group)]
 
     def _place(self, row: int, key: str) -> Tensor:
-        return self.bucket.state[key].values[self.params[row].start : self.params[row].stop]
+        each = self.params[row]
+        return each.view(self.bucket.state[key].values[each.start : each.stop])
 
     def _number(self, row: int, key: str) -> Tensor:
         """A view."""

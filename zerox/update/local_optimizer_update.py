@@ -158,6 +158,7 @@ class LocalOptimizerUpdate:
         rank, reason = next((rank, text) for rank, text in enumerate(said) if text)
         for index, bucket in enumerate(self.buckets):
             self._put_back(bucket, index)
+        self.grads.all_reduce(failed, Combine.MAX)  # a rank that raises may read others' shards: all are put back
         self.failure = (
             f"{self.rule.name} raised in step() on rank {rank}, when other ranks had stepped, and its state is not of "
             f"one step any more: {reason}"
@@ -167,8 +168,9 @@ class LocalOptimizerUpdate:
 
     def _put_back(self, bucket: Bucket, index: int) -> None:
         """This rank's own values are new, unless a master is; those that others have of its shard are not."""
-        if index in self.before:
-            bucket.param_shard.copy_(self.before[index])
+        if bucket.buffer.shard_is_apart:
+            if index in self.before:  # else this rank has not come to the bucket
+                bucket.param_shard.copy_(self.before[index])
         elif bucket.master is None:
             flat, first = bucket.buffer.flat, bucket.plan.layout.shard_span(0).stop
             what = f"the old parameters of {bucket.describe(index)}"
