@@ -8,12 +8,17 @@ try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import estimate
     from zerox.memory.row_table import sparse_params
-    from zerox.muon import FusedShardedMuon
     from zerox.optimizer.clip_together import clip_grad_norm_
     from zerox.optimizer.join import join
     from zerox.optimizer.memory_bytes import MemoryBytes
     from zerox.optimizer.muon_groups import muon_groups
-    from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
+    from zerox.optimizers import (
+        FusedShardedAdam,
+        FusedShardedLion,
+        FusedShardedMuon,
+        FusedShardedSGD,
+        ShardedOptimizer,
+    )
     from zerox.scaler import GradScaler
     from zerox.sparsity.schedules import cubic, rigl, set_
     from zerox.sparsity.sparsity import Sparsity

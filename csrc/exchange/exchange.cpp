@@ -118,6 +118,25 @@ class NativeExchange final : public CollectiveExchange {
   }
 };
 
+// Keeps what is sent, which nobody else has, until it has left.
+class PendingCopies final : public Pending {
+ public:
+  PendingCopies(std::shared_ptr<Pending> on_its_way, at::Tensor sent)
+      : Pending(Communicator{}), on_its_way_(std::move(on_its_way)), sent_(std::move(sent)) {}
+
+  void wait() override {
+    on_its_way_->wait();
+    // This stream comes after what has left; the one that the memory is of need not.
+    if (sent_.defined() && !sent_.is_cpu()) sent_.record_stream(internals::current_stream(sent_.device()));
+    sent_.reset();
+  }
+  void abort() override { on_its_way_->abort(); }
+
+ private:
+  std::shared_ptr<Pending> on_its_way_;
+  at::Tensor sent_;
+};
+
 // NCCL pairs single messages by their order, and each costs a launch. So one all-to-all brings every slice to its
 // owner, which sums as in the direct exchange. This rank's own slice is copied too.
 class AllToAllExchange final : public CollectiveExchange {
@@ -143,7 +162,9 @@ class AllToAllExchange final : public CollectiveExchange {
     const at::Tensor own = slice(flat, rank(), starts);
     for (int step = 1; step < world(); ++step) count_sent(own);
     const Counts counts = counts_of(starts);
-    return exchanged(unknown_to_python(flat), own.repeat({world()}), counts, Counts(counts.size(), counts[rank()]));
+    const at::Tensor copies = own.repeat({world()});
+    return std::make_shared<PendingCopies>(
+        exchanged(unknown_to_python(flat), copies, counts, Counts(counts.size(), counts[rank()])), copies);
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received,

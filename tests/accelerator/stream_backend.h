@@ -5,9 +5,11 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <vector>
 
 #include "clocks.h"
@@ -92,12 +94,22 @@ class StreamBackend final : public c10d::Backend {
       on_host(output).copy_(sum);
     });
   }
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& /*out*/,
-                                               std::vector<int64_t>& /*in*/,
+  // With counts, as csrc/exchange/exchange.cpp has them: all ranks send the same ones, or each as many to every rank.
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& received,
+                                               std::vector<int64_t>& sent,
                                                const c10d::AllToAllOptions& /*options*/) override {
+    const int64_t before = std::accumulate(sent.begin(), sent.begin() + (sent.empty() ? 0 : getRank()), int64_t{0});
+    const bool is_as_many = std::all_of(sent.begin(), sent.end(), [&](int64_t count) { return count == sent[0]; });
     return run(input, output, [&](const std::vector<at::Tensor>& all) {
-      for (int peer = 0; peer < getSize(); ++peer) {
-        part(output, peer).copy_(part(all[static_cast<size_t>(peer)], getRank()));
+      int64_t place = 0;
+      for (size_t peer = 0; peer < all.size(); ++peer) {
+        if (received.empty()) {
+          part(output, static_cast<int>(peer)).copy_(part(all[peer], getRank()));
+          continue;
+        }
+        const int64_t start = is_as_many ? getRank() * received[peer] : before;
+        on_host(output).narrow(0, place, received[peer]).copy_(on_host(all[peer]).narrow(0, start, received[peer]));
+        place += received[peer];
       }
     });
   }

@@ -1,17 +1,21 @@
-"""Parameters that lie whole on one rank, on an accelerator: over gloo, through the host, and not otherwise."""
+"""Parameters that lie whole on one rank, on an accelerator: over gloo through the host, and by an all-to-all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
 
 from tests.accelerator.fake import run_fake_ranks
-from tests.accelerator.sharded import KINDS, WAYS, Training, ranks_of_threads
+from tests.accelerator.sharded import HERE, WAYS, Training, ranks_of_threads
 from tests.kernels.shards import same_bits
+from tests.muon.rig import OPTIONS, Model, build, of_muon_on_cpu
+from tests.ranks import run_ranks
 from tests.whole.rig import unequal_buckets, whole
 from zerox.ranks.group import Ranks
+from zerox.update import newton_schulz
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 
@@ -29,23 +33,50 @@ def trained(ranks: Ranks, stage: int, limit: str) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize(("stage", "limit"), [(1, "inf"), (2, "inf"), (3, "released at once"), (3, "two buckets")])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_training_has_the_bits_of_cut_parameters(world_size: int, stage: int, limit: str) -> None:
-    cut = run_fake_ranks(trained, world_size, "via host", stage, limit)
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "via host"), (3, "via host"), (2, "direct"), (3, "direct")])
+def test_a_training_has_the_bits_of_cut_parameters(world_size: int, kind: str, stage: int, limit: str) -> None:
+    cut = run_fake_ranks(trained, world_size, kind, stage, limit)
     with whole():  # ranks are threads
-        owned = run_fake_ranks(trained, world_size, "via host", stage, limit)
+        owned = run_fake_ranks(trained, world_size, kind, stage, limit)
     for (ours, num_owned), (theirs, num_cut) in zip(owned, cut, strict=True):
         assert num_cut == 0 < num_owned
         assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def refused(ranks: Ranks, stage: int) -> None:
-    with pytest.raises(ValueError, match=r"must each lie whole on one rank.*: use gloo, without ZEROX_EXCHANGE=native"):
+    with pytest.raises(ValueError, match=r'must each lie whole on one rank.*: pass exchange="direct", without'):
         Training(ranks, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "via host"])
-def test_other_backends_are_refused(kind: str, stage: int) -> None:
+def test_native_collectives_are_refused(stage: int) -> None:
     with whole():
-        run_fake_ranks(refused, 2, kind, stage)
+        run_fake_ranks(refused, 2, "native", stage)
+
+
+# ---- Muon
+
+
+def by_muon(ranks: Ranks, stage: int) -> list[Tensor]:
+    HERE.ranks = ranks
+    model = Model().to(ranks.device)
+    optimizer = build(model, True, OPTIONS, stage=stage)
+    for number in range(3):
+        model.backward(ranks.rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    with optimizer.whole():
+        return [param.detach().cpu() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["via host", "direct"])
+def test_muon_has_the_bits_of_ranks_on_a_cpu(kind: str, stage: int) -> None:
+    """Equal matrices go in one batch, once it was seen that they have the bits that each has alone."""
+    on_cpu = run_ranks(of_muon_on_cpu, 2, stage)
+    with patch.object(newton_schulz, "_of_many", wraps=newton_schulz._of_many) as batched:
+        found = run_fake_ranks(by_muon, 2, kind, stage)
+    assert batched.called
+    for ours, theirs in zip(found, on_cpu, strict=True):
+        assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))

@@ -48,7 +48,7 @@ class Model(nn.Module):
         terms = []
         for index, (name, param) in enumerate(self.named_parameters()):
             generator = torch.Generator().manual_seed(1000 * rank + 20 * number + index)
-            factor = torch.randn(param.shape, generator=generator).to(param.dtype)
+            factor = torch.randn(param.shape, generator=generator).to(param)
             is_used = number == 2 if name == "unused" else not (name == "one" and (rank + number) % 2)
             if is_used:
                 found[name] = factor
@@ -131,3 +131,15 @@ def train(
         with optimizer.whole():
             twin.check(model, f"step {number}")
         optimizer.zero_grad()
+
+
+def of_muon_on_cpu(rank: int, _: int, stage: int) -> list[Tensor]:
+    """Three steps."""
+    model = Model()
+    optimizer = build(model, True, OPTIONS, stage=stage)
+    for number in range(3):
+        model.backward(rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    with optimizer.whole():
+        return [param.detach().clone() for param in model.parameters()]

@@ -51,7 +51,8 @@ from zerox.plan.owners import WHOLE
 from zerox.plan.stage import STAGES
 from zerox.ranks.exchange import EXCHANGES
 from zerox.rules.adam import ADAM
-from zerox.rules.known import KNOWN
+from zerox.rules.known import options_of
+from zerox.rules.rule import FLAGS
 
 ON_MESH_OF = 4  # ranks, and so many have DTensors and sub-groups
 # Numbers, what can only be False, and ranks with other parts of the model, which tests/mesh has.
@@ -175,8 +176,8 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     if not set(settings) & {"device", "backend", FIRST_VALUES}:  # which may be others than those of the estimate
         given = [{"params": params, "sparse": True}] if plain[TABLES] == "True" else params
         rule = ast.literal_eval(plain["rule"])
-        mute = ADAM.defaults.keys() - KNOWN[rule].defaults.keys()
-        options = {name: v for name, v in options.items() if name not in mute or v != ADAM.defaults[name]}
+        mute = {*ADAM.defaults, *FLAGS} - {*options_of(rule)}
+        options = {name: v for name, v in options.items() if name not in mute or v != ADAM.defaults.get(name)}
         with pytest.raises(refused.error, match=message):
             estimate(given, 2, rule=rule, **of_optimizer(plain, options))
     dist.distributed_c10d._world.pg_map.pop(options["process_group"], None)

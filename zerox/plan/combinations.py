@@ -16,7 +16,6 @@ from zerox.plan.choices import (
     CHOICES,
     DTENSORS,
     FIRST_VALUES,
-    FUSED,
     LIE_AS,
     MASKS,
     ON_META,
