@@ -76,7 +76,7 @@ def measure(training: Training, rounds: int) -> list[Row]:
         first()
     samples = [[seconds_of_slowest(job) for job in jobs] for _ in range(rounds)]
     adams, muons, alone = (statistics.median(each) for each in zip(*samples, strict=True))
-    loads = loads_of(muon.inside.buckets, muon.param_groups, muon.inside.grads.subgroups)[0]
+    loads = loads_of(muon.inside.buckets, muon.inside.grads.subgroups)[0]
     row = {"ranks": dist.get_world_size(), "mparams": sum(p.numel() for p in of_adam.parameters()) / 1e6}
     row |= {"adam_seconds": adams, "muon_seconds": muons, "alone_seconds": alone, "ratio": muons / (adams + alone)}
     return [{**row, "balance": slowest_over_mean(loads)}]

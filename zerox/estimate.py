@@ -23,7 +23,16 @@ from zerox.options import OptimizerOptions, check_params, named_tensors, paramet
 from zerox.plan.choices import A_SUBGROUP, DTENSORS, FIRST_VALUES, LIE_AS, MASKS, ON_META, SPARSITY, SUBGROUP
 from zerox.plan.materialize import most_open
 from zerox.plan.plan import Plan
-from zerox.plan.rank_bytes import Site, flow_of, fullest_rank, heaviest_shard, parameter_bytes, peak_of, state_bytes
+from zerox.plan.rank_bytes import (
+    Site,
+    flow_of,
+    fullest_rank,
+    heaviest_shard,
+    parameter_bytes,
+    peak_of,
+    slowest_rank,
+    state_bytes,
+)
 from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.ranks.exchange import default_exchange
 from zerox.ranks.process_group import ALONE, check_group, choose_group
@@ -60,11 +69,11 @@ def estimate(
     has none. A param group's ``process_group``, as experts have one, may be the number of ranks that it will have.
     Options that don't change memory (lr and so on) are accepted. With ``model=`` and ``init=``, as for the constructor,
     ``peak_of_construction`` is there for parameters on meta. With ``optimizer_class=`` it is for ShardedOptimizer, and
-    ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``whole=`` it is of the rank that
-    owns most, ``fullest_rank``. With ``exchange="native"`` over gloo ``peak`` lacks the copies that gloo makes: one to
-    three buckets. Gradients of tables (``sparse=True`` in a param group) are not in it, since they are as large as what
-    batches name. Raises as the constructor does for ``params`` and ``options``, and ValueError for arguments of its
-    own.
+    ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``whole=``, and of Muon's
+    matrices, it is of the rank that owns most, ``fullest_rank``; ``slowest_over_mean`` says how even their work is.
+    With ``exchange="native"`` over gloo ``peak`` lacks the copies that gloo makes: one to three buckets. Gradients of
+    tables (``sparse=True`` in a param group) are not in it, since they are as large as what batches name. Raises as the
+    constructor does for ``params`` and ``options``, and ValueError for arguments of its own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
     ranks = _ranks(world_size, local_world_size, mesh_shape, options.get("process_group"))
@@ -262,6 +271,7 @@ def _summed(
         if open_bytes is None
         else of_own.parameters + max(filled, parameters + master + moments),
         fullest_rank=fullest_rank(plan, site),
+        slowest_over_mean=slowest_rank(plan, site.world_size),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 
 import zerox
 from tests.meshes import mesh_once
-from tests.muon.rig import CAP_MB, OF_ADAM, OPTIONS, PARTS, SHAPES, Model, Twin, build, matrices, train
+from tests.muon.rig import CAP_MB, OF_ADAM, OPTIONS, PARTS, SHAPES, Model, Twin, build, groups_of, matrices, train
 from tests.optimizer.combined import digest
 from tests.ranks import run_ranks
 from tests.tolerances import assert_stored_bound
 from zerox import FusedShardedAdam, FusedShardedMuon
 from zerox.memory.forms import decode
 from zerox.optimizer import owned
+from zerox.optimizer.planning import loads_of
+from zerox.plan.owners import slowest_over_mean
 
 
 def digests(model: nn.Module, optimizer: Any) -> tuple[str, str]:
@@ -365,3 +368,36 @@ def test_matrices_of_a_parameter() -> None:
     value = torch.arange(24.0).view(2, 6, 2)
     assert [m.tolist() for m in matrices("experts", value)] == value.tolist()
     assert SHAPES["qkv"][0] == sum(PARTS["qkv"]["split_sizes"])
+
+
+def estimated(rank: int, _: int) -> bool:
+    """Beside what is built."""
+    optimizer = build(Model(), False, OPTIONS)
+    groups = groups_of(list(Model().named_parameters()), OPTIONS)
+    said = zerox.estimate(groups, 3, rule="muon", bucket_cap_mb=CAP_MB)
+    loads = loads_of(optimizer.inside.buckets, optimizer.inside.grads.subgroups)[0]
+    assert said.slowest_over_mean == slowest_over_mean(loads) > 1
+    return said.fullest_rank == rank and said.moments == optimizer.memory_bytes().moments
+
+
+def test_the_estimate_has_the_slowest_and_the_fullest_rank() -> None:
+    assert sum(run_ranks(estimated, 3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "shapes", "world_size", "most"),
+    [
+        (12, [(2304, 768), (768, 768), (3072, 768), (768, 3072)], 16, 1.15),
+        (32, [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)], 64, 1.10),
+    ],
+    ids=["GPT-2", "Llama 8B"],
+)
+def test_large_models_are_dealt_evenly_and_at_once(
+    layers: int, shapes: list[tuple[int, int]], world_size: int, most: float
+) -> None:
+    params = [nn.Parameter(torch.empty(shape, device="meta")) for _ in range(layers) for shape in shapes]
+    start = time.perf_counter()
+    said = zerox.estimate(params, world_size, rule="muon", backend="nccl")
+    assert said.slowest_over_mean is not None
+    assert 1 < said.slowest_over_mean < most
+    assert time.perf_counter() - start < 5, "a second on an idle machine"

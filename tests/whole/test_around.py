@@ -136,9 +136,9 @@ def owned(rank: int, _: int) -> tuple[list[Load], list[Load], set[int]]:
     params = list(model.parameters())
     with whole():
         optimizer = FusedShardedAdam(params[:4], bucket_cap_mb=0.03)
-        first = loads_of(optimizer.inside.buckets, optimizer.param_groups, optimizer.inside.grads.subgroups)[0]
+        first = loads_of(optimizer.inside.buckets, optimizer.inside.grads.subgroups)[0]
         optimizer.add_param_group({"params": params[4:]})
-        second = loads_of(optimizer.inside.buckets, optimizer.param_groups, optimizer.inside.grads.subgroups)[0]
+        second = loads_of(optimizer.inside.buckets, optimizer.inside.grads.subgroups)[0]
     segments = [each for bucket in optimizer.inside.buckets for each in bucket.own_segments]
     assert all(each.param_start == 0 for each in segments)
     mine = {bucket.members[own.slot].number for bucket in optimizer.inside.buckets for own in bucket.own_segments}

@@ -96,7 +96,7 @@ class Adoption:
     def _plan(self, members: Sequence[Member]) -> Plan:
         core, subgroups = self.core, self.core.grads.subgroups
         sizes = [subgroup.ranks.size for subgroup in subgroups_in_order(subgroups)]
-        loads = loads_of(core.buckets, core.groups.param_groups, subgroups)
+        loads = loads_of(core.buckets, subgroups)
         around = Around(core.options, core.rules, subgroups.ranks.backend, sizes, core.gather.shards_params, loads)
         return plan_members(around, subgroups, core.grads.model, core.groups.param_groups, members)
 

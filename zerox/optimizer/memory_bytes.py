@@ -33,8 +33,9 @@ class MemoryBytes:
     ``peak_of_construction`` is the maximum while an optimizer gives a model on the meta device (``model=``) its first
     values, without the model's buffers and what its functions of init allocate themselves. 0 where nothing is on meta.
 
-    ``fullest_rank``: in an estimate where ranks own whole parameters (``whole=``), the one that has most elements. All
-    numbers are those of that rank. None: no rank has more than others, or the bytes are counted.
+    ``fullest_rank``: in an estimate where ranks own whole parameters (Muon's matrices, ``whole=``), the one that has
+    most elements. All numbers are those of that rank. None: no rank has more than others, or the bytes are counted.
+    ``slowest_over_mean``: there too, the work of the rank that has most of it, over the mean: a step waits for it.
     """
 
     parameters: int
@@ -48,6 +49,7 @@ class MemoryBytes:
     typical_peak: int = 0
     peak_of_construction: int = 0
     fullest_rank: int | None = None
+    slowest_over_mean: float | None = None
 
     @property
     def lasting(self) -> int:

@@ -39,7 +39,7 @@ def _of_tall(core: Core) -> Iterator[tuple[str, str]]:
 
 
 def _of_unequal(core: Core) -> Iterator[tuple[str, str]]:
-    for loads in loads_of(core.buckets, core.groups.param_groups, core.grads.subgroups):
+    for loads in loads_of(core.buckets, core.grads.subgroups):
         if (found := slowest_over_mean(loads)) > UNEQUAL:
             yield (
                 "unequal",

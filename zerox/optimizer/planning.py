@@ -13,7 +13,7 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_table import is_sparse
 from zerox.options import OptimizerOptions, Planned
-from zerox.plan.buckets import BucketPlan
+from zerox.plan.buckets import BucketPlan, loads_in
 from zerox.plan.owners import Load
 from zerox.plan.plan import Plan, TablePlan, TrainedPlan, Wire
 from zerox.ranks.dtensors import local_of
@@ -51,16 +51,12 @@ def subgroups_in_order(subgroups: Subgroups) -> list[Subgroup]:
     return [subgroups.all, *subgroups.made.values()]
 
 
-def loads_of(buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], subgroups: Subgroups) -> list[list[Load]]:
+def loads_of(buckets: Sequence[Bucket], subgroups: Subgroups) -> list[list[Load]]:
     """What ranks own of parameters that lie whole on one, by subgroup and by rank."""
-    found = [[Load()] * subgroup.ranks.size for subgroup in subgroups_in_order(subgroups)]
+    by_subgroup: dict[int, list[BucketPlan]] = {}
     for bucket in buckets:
-        subgroup = subgroups.of_group[bucket.members[0].group]
-        loads = next(of for of, each in zip(found, subgroups_in_order(subgroups), strict=True) if each is subgroup)
-        for owner, member in zip(bucket.plan.layout.owners or (), bucket.members, strict=False):
-            cost = loads[owner].cost + (bucket.rule.cost(member.local.shape, groups[member.group]) or 0)
-            loads[owner] = Load(cost, loads[owner].numel + member.local.numel())
-    return found
+        by_subgroup.setdefault(id(subgroups.of_group[bucket.members[0].group]), []).append(bucket.plan)
+    return [loads_in(by_subgroup.get(id(each), []), each.ranks.size) for each in subgroups_in_order(subgroups)]
 
 
 def plan_members(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from zerox.plan.form import FLOAT32, Form
@@ -62,7 +62,7 @@ class BucketPlan:
     """One bucket: its parameters (as indices into the planned list), and their layout.
 
     The first ``num_zero_copy`` are large: if the exchange sends single messages, or there is no exchange, their
-    gradients need not be packed.
+    gradients need not be packed. ``costs``: of their updates, if they lie whole on one rank each.
     """
 
     params: tuple[int, ...]
@@ -71,11 +71,21 @@ class BucketPlan:
     layout: Layout
     state_form: Form = FLOAT32
     num_zero_copy: int = 0
+    costs: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Of all parameters, padding too."""
         return self.layout.numel * self.itemsize
+
+
+def loads_in(plans: Iterable[BucketPlan], world_size: int) -> list[Load]:
+    """What each rank owns in these buckets of parameters that lie whole on one."""
+    loads = [Load()] * world_size
+    for plan in plans:
+        for owner, cost, numel in zip(plan.layout.owners or (), plan.costs, plan.layout.numels, strict=False):
+            loads[owner] = Load(loads[owner].cost + cost, loads[owner].numel + numel)
+    return loads
 
 
 def default_cap_bytes(backend: str, world_size: int) -> int:
@@ -132,5 +142,7 @@ def plan_buckets(
         num_zero_copy = sum(params[i].nbytes >= ZERO_COPY_BYTES for i in bucket)
         if layout.shard_numel * first.itemsize < ZERO_COPY_SLICE_BYTES:
             num_zero_copy = 0
-        plans.append(BucketPlan(tuple(bucket), first.dtype, first.itemsize, layout, first.state_form, num_zero_copy))
+        own = tuple(params[i].cost or 0 for i in bucket) if first.is_whole else ()
+        plan = BucketPlan(tuple(bucket), first.dtype, first.itemsize, layout, first.state_form, num_zero_copy, own)
+        plans.append(plan)
     return plans

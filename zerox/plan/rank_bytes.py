@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from zerox.plan.buckets import loads_in
 from zerox.plan.kept import mask_bytes, storage_bytes
 from zerox.plan.layout import Layout
+from zerox.plan.owners import slowest_over_mean
 from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
 from zerox.plan.plan import Plan, TrainedPlan
 from zerox.plan.resident import resident_limit
@@ -67,6 +69,14 @@ def fullest_rank(plan: Plan, site: Site) -> int | None:
     replicate, shard = site.mesh
     inner, outer = divmod(site.shard, replicate)  # shards of ranks that differ in the outer axis only lie together
     return outer * shard + inner
+
+
+def slowest_rank(plan: Plan, world_size: int) -> float | None:
+    """Its work on parameters that lie whole on one rank, over the mean of all ranks. None: there are none."""
+    buckets = [each.bucket for each in plan.trained if each.bucket.layout.world_size == world_size]
+    if world_size == 1 or all(bucket.layout.owners is None for bucket in buckets):
+        return None
+    return slowest_over_mean(loads_in(buckets, world_size))
 
 
 def _own(layout: Layout, shard: int, together: int = 1) -> Span:
