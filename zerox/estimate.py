@@ -70,10 +70,11 @@ def estimate(
     Options that don't change memory (lr and so on) are accepted. With ``model=`` and ``init=``, as for the constructor,
     ``peak_of_construction`` is there for parameters on meta. With ``optimizer_class=`` it is for ShardedOptimizer, and
     ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``whole=``, and of Muon's
-    matrices, it is of the rank that owns most, ``fullest_rank``; ``slowest_over_mean`` says how even their work is.
-    With ``exchange="native"`` over gloo ``peak`` lacks the copies that gloo makes: one to three buckets. Gradients of
-    tables (``sparse=True`` in a param group) are not in it, since they are as large as what batches name. Raises as the
-    constructor does for ``params`` and ``options``, and ValueError for arguments of its own.
+    matrices, it is of the rank that owns most, ``fullest_rank``; ``slowest_over_mean`` says how even their work is, and
+    ``peak`` lacks what Muon's step() and its all-to-all over NCCL allocate. With ``exchange="native"`` over gloo
+    ``peak`` lacks the copies that gloo makes: one to three buckets. Gradients of tables (``sparse=True`` in a param
+    group) are not in it, since they are as large as what batches name. Raises as the constructor does for ``params``
+    and ``options``, and ValueError for arguments of its own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
     ranks = _ranks(world_size, local_world_size, mesh_shape, options.get("process_group"))

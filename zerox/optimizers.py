@@ -215,8 +215,9 @@ class FusedShardedMuon(Engine):
     """Muon for data-parallel training: the momentum of each matrix, made orthogonal; all else as
     :class:`FusedShardedAdam`.
 
-    Each matrix lies whole on one rank, which alone has its momentum and updates it. Parameters and state have the bits
-    of ``torch.optim.Muon`` with the same mean gradients, on any number of ranks. Embeddings, heads, norms and biases
+    Each matrix lies whole on one rank, which alone has its momentum and updates it. float32 and float64
+    parameters and their state have the bits of ``torch.optim.Muon`` with the same mean gradients and a number as
+    ``lr``, on any number of ranks; 16-bit ones those of their float32 masters. Embeddings, heads, norms and biases
     are for another rule in the same optimizer: :func:`zerox.muon_groups` makes the groups.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).

@@ -131,15 +131,3 @@ def train(
         with optimizer.whole():
             twin.check(model, f"step {number}")
         optimizer.zero_grad()
-
-
-def of_muon_on_cpu(rank: int, _: int, stage: int) -> list[Tensor]:
-    """Three steps."""
-    model = Model()
-    optimizer = build(model, True, OPTIONS, stage=stage)
-    for number in range(3):
-        model.backward(rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
-    with optimizer.whole():
-        return [param.detach().clone() for param in model.parameters()]

@@ -401,3 +401,26 @@ def test_large_models_are_dealt_evenly_and_at_once(
     assert said.slowest_over_mean is not None
     assert 1 < said.slowest_over_mean < most
     assert time.perf_counter() - start < 5, "a second on an idle machine"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("num_heads", 5, "num_heads=5 does not divide the 24 rows"),
+        ("ns_steps", 2.5, "ns_steps must be a whole number"),
+        ("adjust_lr_fn", "other", "Adjust learning rate function other is not supported"),
+        ("maximize", True, "maximize=True in a param group of Muon would have no effect"),
+    ],
+)
+def test_an_option_that_is_changed_later_is_checked_before_anything_is_updated(
+    option: str, value: Any, message: str
+) -> None:
+    model = Model()
+    optimizer = build(model, False, OPTIONS)
+    ahead(model, optimizer, range(1))
+    before = digests(model, optimizer)
+    optimizer.param_groups[2][option] = value
+    model.backward(0, 1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert digests(model, optimizer) == before

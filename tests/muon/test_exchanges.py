@@ -108,4 +108,4 @@ def refused(rank: int, world_size: int) -> str:
 def test_native_is_refused_by_name() -> None:
     for said in run_ranks(refused, 2):
         assert 'exchange="native"' in said
-        assert 'Leave exchange out, or pass "direct"' in said
+        assert 'Pass exchange="direct"' in said

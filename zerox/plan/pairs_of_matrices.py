@@ -40,7 +40,7 @@ OF_MATRICES = (
         some("exchange", '"native"'),
         Refused(
             "its ranks own unequal shares of a bucket, and the backend's own collectives move equal ones",
-            'Leave exchange out, or pass "direct"',
+            'Pass exchange="direct", which is the default where parameters need it from the start',
         ),
     ),
     Row((*MUON, *WHOLE), ON_GPUS, Untried("on GPUs and over NCCL; a fake accelerator has run Muon")),

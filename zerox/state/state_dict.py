@@ -161,10 +161,11 @@ def say_what_stays(rules: Rules, pairs: Sequence[tuple[Mapping[str, Any], Mappin
                 others.setdefault(option, []).append(index)
     for option, indices in others.items():
         own, saved = pairs[indices[0]]
-        torch_class = rules.of(own).torch_class(saved)
+        rule = rules.of(own)
+        as_torch = "" if rule.has_owners else f", as torch.optim.{rule.torch_class(saved)} has it"
         warn_caller(
-            f"zerox: the state was saved with {option}={saved[option]}, as torch.optim.{torch_class} has it, and param "
-            f"groups {indices} keep {option}={own[option]}. To go on as before, build the optimizer that way",
+            f"zerox: the state was saved with {option}={saved[option]}{as_torch}, and param groups {indices} keep "
+            f"{option}={own[option]}. To go on as before, build the optimizer that way",
         )
 
 

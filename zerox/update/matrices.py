@@ -14,11 +14,13 @@ from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket
 from zerox.memory.flat import dense_strides
 from zerox.memory.forms import master_of, remainder_of, split_param
-from zerox.rules.muon import Matrix, matrices_of, rate
+from zerox.rules.muon import MUON, Matrix, matrices_of, rate
+from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASTER
 from zerox.update.momentum import average
 from zerox.update.newton_schulz import Iteration, orthogonalize
 
+CHECKED = ("maximize", *(name for name in MUON.defaults if name != "lr"))  # what users may change between steps
 AT_ONCE = 2**26  # elements whose directions are there at a time, in 2 bytes each
 
 
@@ -62,11 +64,25 @@ class Begun(NamedTuple):
 class MatrixUpdate:
     """``buckets``: the core's own list, which grows."""
 
-    def __init__(self, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale) -> None:
+    def __init__(self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale) -> None:
+        self.rules = rules
         self.buckets = buckets
         self.grads = grads
         self.grad_scale = grad_scale
         self.owned: dict[int, list[Own]] = {}  # by bucket, one for each row
+        self.checked: list[dict[str, Any]] = []
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Before anything is updated: raises as the constructor, on all ranks, for options that were changed since."""
+        own = [group for group in groups if self.rules.of(group) is MUON]
+        options = [{name: group.get(name) for name in CHECKED} for group in own]
+        if options == self.checked:
+            return
+        for group in own:
+            MUON.check(group)
+            if group.get("maximize"):
+                raise ValueError("maximize=True in a param group of Muon would have no effect: negate the loss")
+        self.checked = options
 
     def update(self, run: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """One step of these buckets. The host waits for the device, to learn which parameters have gradients."""
@@ -128,6 +144,7 @@ def _at_most(due: Sequence[Due], numel: int) -> Iterator[list[Due]]:
 
 def update(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> None:
     """Momentum, Newton-Schulz of equal matrices together, and the parameters with their masters."""
+    rates = {index: float(groups[index]["lr"]) for index in {each.own.group for each in due}}  # which may wait
     inside: list[Begun] = []
     for place, each in enumerate(due):
         group = groups[each.own.group]
@@ -141,7 +158,7 @@ def update(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> None:
         for place, matrix, direction in zip(places, matrices, orthogonalize(directions, by), strict=True):
             found[place].append((matrix, direction))
     for each, orthogonal in zip(due, found, strict=True):
-        _apply(each.own, orthogonal, groups[each.own.group])
+        _apply(each.own, orthogonal, groups[each.own.group], rates[each.own.group])
 
 
 def _kind(begun: Begun) -> tuple[Any, ...]:
@@ -160,8 +177,8 @@ def _direction(due: Due, group: Mapping[str, Any]) -> Tensor:
     return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping[str, Any]) -> None:
-    lr = float(group["lr"])  # a tensor counts as the number that it is, as in the kernels
+def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping[str, Any], lr: float) -> None:
+    """``lr``: a tensor counts as the number that it is, as in the kernels."""
     param = own.part(own.bucket.param_shard)
     master = None if own.bucket.master is None else own.part(own.bucket.master.values)
     values = _values(param, master, own.bucket)

@@ -28,7 +28,8 @@ def orthogonalize(matrices: Sequence[Tensor], by: Iteration) -> list[Tensor]:
     first = matrices[0]
     for each in matrices:
         each.div_(each.norm().clamp(min=by.eps))
-    if first.is_cpu or len(matrices) == 1 or not _is_alike_in_batch(first.device, *first.shape, len(matrices)):
+    kind = first.device, first.shape, first.stride()
+    if first.is_cpu or len(matrices) == 1 or not _is_alike_in_batch(*kind, len(matrices)):
         return [_of_one(each, by) for each in matrices]
     return list(_of_many(torch.stack(list(matrices)), by))
 
@@ -56,11 +57,11 @@ def _of_many(x: Tensor, by: Iteration) -> Tensor:
 
 
 @functools.cache
-def _is_alike_in_batch(device: torch.device, rows: int, columns: int, count: int) -> bool:
+def _is_alike_in_batch(device: torch.device, shape: torch.Size, strides: tuple[int, ...], count: int) -> bool:
     """Whether matrices in a batch of so many have the bits that each has alone: then they don't depend on how many
     ranks there are, and so on what else is in the batch."""
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randn(rows, columns, generator=generator, device="cpu")
-    drawn = (drawn / drawn.norm()).to(device, torch.bfloat16)
+    drawn = torch.randn(shape, generator=generator, device="cpu")
+    alone = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device=device).copy_(drawn / drawn.norm())
     by = Iteration((2.0, -1.5, 0.5), 2, 0.0)
-    return bool((_of_many(drawn.expand(count, rows, columns).contiguous(), by) == _of_one(drawn, by)).all())
+    return bool((_of_many(torch.stack([alone] * count), by) == _of_one(alone, by)).all())

@@ -67,7 +67,7 @@ class FusedUpdate:
         self.buckets = buckets
         self.grads = grads
         self.grad_scale = grad_scale
-        self.matrices = MatrixUpdate(buckets, grads, grad_scale)
+        self.matrices = MatrixUpdate(rules, buckets, grads, grad_scale)
         self.options_tables = OptionsTables(rules, torch.device(grads.ranks.device), keeps_place)
         # By bucket, start, number of elements and first row, beside the state that they are views of. To make the views
         # of every part at every step would take longer than the update of a small one.
@@ -90,6 +90,7 @@ class FusedUpdate:
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         tables = self.options_tables.refresh(groups, capturing)
+        self.matrices.check(groups)
         order = self.grads.manager.params.order
         if order != self.order:  # what else launches depend on never changes
             self.order, self.launches = order, list(launches(order, self.buckets, self.grad_scale.divisors))
