@@ -181,7 +181,7 @@ def test_the_estimate_knows_each_group_s_rule(state_dtype: Any) -> None:
     plain = estimate(params, 1, rule="sgd")
     assert plain.moments == 0
     assert estimate(params, 1, rule="sgd", momentum=0.9).moments > 0
-    with pytest.raises(ValueError, match=r"rule must be one of .* got 'muon'"):
+    with pytest.raises(ValueError, match=r"rule must be one of .* got 'shampoo'"):
         estimate(params, 1, rule="shampoo")
 
 
