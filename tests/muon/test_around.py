@@ -108,6 +108,28 @@ def test_state_goes_to_torchs_class_and_comes_from_it(world_size: int, stage: in
     assert run_ranks(exchanged, world_size, stage) == [True] * world_size
 
 
+def cycled(_: int, __: int, path: str) -> bool:
+    """A scheduler that writes momentum into all groups, also AdamW's."""
+    made = []
+    for number in range(2):
+        model = Model()
+        optimizer = build(model, False, OPTIONS)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+        if number == 1:
+            zerox.load(path, model, optimizer)
+        for step in range(2 * number, 2 + 2 * number):
+            ahead(model, optimizer, range(step, step + 1))
+            schedule.step()
+        if number == 0:
+            zerox.save(path, model, optimizer)
+        made.append("momentum" in optimizer.param_groups[-1])
+    return all(made)
+
+
+def test_a_schedulers_momentum_in_adams_groups_keeps_no_file_from_being_loaded(tmp_path: Path) -> None:
+    assert run_ranks(cycled, 2, str(tmp_path / "x")) == [True, True]
+
+
 # ---- stored momenta
 
 

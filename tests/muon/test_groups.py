@@ -367,3 +367,20 @@ def test_the_page_s_first_lines_train() -> None:
     x = torch.randn(256, 64)
     loss = float((names["model"](x) - x.sum(1, keepdim=True)).square().mean().detach())
     assert loss < 50.0, "it starts at about 64, the variance of a sum of 64"
+
+
+class ManyHeads(nn.Module):
+    """A head for each codebook, in a list, beside positions as many as a hidden layer is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(100, 32)
+        self.positions = nn.Embedding(64, 32)
+        self.heads = nn.ModuleList(nn.Linear(32, 100, bias=False) for _ in range(3))
+        self.hidden = nn.Linear(32, 64, bias=False)
+
+
+def test_heads_in_a_list_are_heads_and_a_layer_as_wide_as_there_are_positions_is_none() -> None:
+    muon, adamw = muon_groups(ManyHeads(), lr=0.1, adamw_lr=0.1, verbose=False)
+    assert [name for name, _ in muon["params"]] == ["hidden.weight"]
+    assert {name for name, _ in adamw["params"]} >= {f"heads.{index}.weight" for index in range(3)}

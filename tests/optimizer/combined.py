@@ -130,9 +130,8 @@ class Training:
         assert residency is (way["stage"] == "3" and inside.ranks.size > 1)
         kinds = {(bucket.plan.state_form, bucket.plan.layout.owners is None) for bucket in inside.buckets}
         assert (len(inside.buckets) > len(kinds)) is (way["bucket_cap_mb"] == "a number")
-        assert {is_cut for _, is_cut in kinds} == {'"none"': {True}, '"matrices"': {True, False}}.get(
-            way["whole"], {False}
-        )
+        of_cut = {'"none"': {way["rule"] != '"muon"'}, '"matrices"': {True, False}}
+        assert {is_cut for _, is_cut in kinds} == of_cut.get(way["whole"], {False})
         moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}
         expected = torch.float64 if self.dtype is torch.float64 else moments[way["state_dtype"]]
         if is_inner(way) and way["master_weights"] == "None":

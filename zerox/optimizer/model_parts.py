@@ -73,7 +73,9 @@ def _special(model: nn.Module) -> dict[int, tuple[Tensor, str]]:
 def _heads(model: nn.Module) -> Iterator[Tensor]:
     """As the docstring of muon_groups() says."""
     repeated = _in_repeated_layers(model)
-    vocabularies = {module.weight.shape[0] for module in model.modules() if isinstance(module, EMBEDDINGS)}
+    vocabulary = max(
+        (module.weight.shape[0] for module in model.modules() if isinstance(module, EMBEDDINGS)), default=0
+    )
     last = None
     for name, module in model.named_modules():
         if callable(given := getattr(module, "get_output_embeddings", None)) and (head := given()) is not None:
@@ -81,11 +83,10 @@ def _heads(model: nn.Module) -> Iterator[Tensor]:
         width = _width_of_linear(module)
         if width is None or id(module) in repeated:
             continue
-        if name.rpartition(".")[2] in HEADS:
+        if name.rpartition(".")[2] in HEADS or width == vocabulary:
             yield from module.parameters(recurse=False)
-        if width in vocabularies or not vocabularies:
-            last = module
-    if last is not None:
+        last = module
+    if last is not None and not vocabulary:
         yield from last.parameters(recurse=False)
 
 
@@ -98,11 +99,12 @@ def _width_of_linear(module: nn.Module) -> int | None:
 
 
 def _in_repeated_layers(model: nn.Module) -> set[int]:
-    """Ids of modules inside a ModuleList, or a container of several children of one class that have children."""
+    """Ids of modules inside children, that have children themselves, of a ModuleList or of a container of several
+    such children of one class."""
     found: set[int] = set()
     for module in model.modules():
-        children = list(module.children())
-        kinds = Counter(type(child) for child in children if any(True for _ in child.children()))
+        children = [child for child in module.children() if any(True for _ in child.children())]
+        kinds = Counter(map(type, children))
         is_container = isinstance(module, nn.Sequential | nn.ModuleDict) and max(kinds.values(), default=0) > 1
         if isinstance(module, nn.ModuleList) or is_container:
             found.update(id(inner) for child in children for inner in child.modules())

@@ -41,8 +41,8 @@ def muon_groups(
     AdamW gets all others, and of these: embeddings, which are what an ``nn.Embedding`` or ``nn.EmbeddingBag`` holds,
     and a parameter with "embed" in its own name or in its module's class; kernels of convolutions; heads, and what
     shares memory with one of these. A head is what ``get_output_embeddings()`` returns. Outside of repeated layers it
-    is also a linear layer called "lm_head", "head", "classifier" or "score", and the last linear layer that is as wide
-    as an embedding has rows (without embeddings, the last one). Rank 0 prints to stderr what went where.
+    is also a linear layer called "lm_head", "head", "classifier" or "score", and one that is as wide as the largest
+    embedding has rows (without embeddings, the last linear layer). Rank 0 prints to stderr what went where.
 
     Args:
         lr, weight_decay: of Muon. An option that is None, or has no argument here, is the optimizer's own.

@@ -70,7 +70,8 @@ class Rules:
         """Why a ``saved`` group can't become the ``live`` one; empty if it can. Groups of torch name no rule."""
         rule = self.of(live)
         named = saved.get(RULE, rule.name)
-        foreign = sorted(self.others_options(rule) & saved.keys())
+        # Schedulers write momentum into all groups, also those of rules that have none, which say what they are.
+        foreign = sorted(self.others_options(rule) & saved.keys()) if RULE not in saved else []
         missing = [option for option in rule.needed_options if option not in saved]
         if named != rule.name:
             return f"has the rule {rule.name!r}, and was saved with the rule {named!r}"

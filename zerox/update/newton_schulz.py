@@ -30,29 +30,19 @@ def orthogonalize(matrices: Sequence[Tensor], by: Iteration) -> list[Tensor]:
         each.div_(each.norm().clamp(min=by.eps))
     kind = first.device, first.shape, first.stride()
     if first.is_cpu or len(matrices) == 1 or not _is_alike_in_batch(*kind, len(matrices)):
-        return [_of_one(each, by) for each in matrices]
-    return list(_of_many(torch.stack(list(matrices)), by))
+        return [_iterate(each, by) for each in matrices]
+    return list(_iterate(torch.stack(list(matrices)), by))
 
 
-def _of_one(x: Tensor, by: Iteration) -> Tensor:
-    is_tall = x.shape[0] > x.shape[1]
-    a, b, c = by.coefficients
-    x = x.T if is_tall else x
-    for _ in range(by.steps):
-        gram = x @ x.T
-        of_gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, of_gram, x, beta=a)
-    return x.T if is_tall else x
-
-
-def _of_many(x: Tensor, by: Iteration) -> Tensor:
-    is_tall = x.shape[1] > x.shape[2]
+def _iterate(x: Tensor, by: Iteration) -> Tensor:
+    """Of one matrix, or of a batch of them."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    product = torch.addmm if x.dim() == 2 else torch.baddbmm
     a, b, c = by.coefficients
     x = x.mT if is_tall else x
     for _ in range(by.steps):
         gram = x @ x.mT
-        of_gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, of_gram, x, beta=a)
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
 
@@ -64,4 +54,4 @@ def _is_alike_in_batch(device: torch.device, shape: torch.Size, strides: tuple[i
     drawn = torch.randn(shape, generator=generator, device="cpu")
     alone = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device=device).copy_(drawn / drawn.norm())
     by = Iteration((2.0, -1.5, 0.5), 2, 0.0)
-    return bool((_of_many(torch.stack([alone] * count), by) == _of_one(alone, by)).all())
+    return bool((_iterate(torch.stack([alone] * count), by) == _iterate(alone, by)).all())
