@@ -93,7 +93,9 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
             groups.options.check_pairs({}, device={device.type})
             model = find_axes(tensors, lambda i: members[i].quoted, process_group, around.norm_group)
             exchange = groups.options.exchange
-            ranks = find_ranks(process_group, device, roll_call, exchange, has_owners=groups.have_owners)
+            ranks = find_ranks(
+                process_group, device, roll_call, exchange, has_owners=rules.have_owners(self.param_groups)
+            )
         advise_mesh(ranks, process_group, groups.options.stage_plan)
         with ranks.failure_told():
             core = self._core = Core(ranks, groups, own, model, self._make_update)

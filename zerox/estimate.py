@@ -135,9 +135,8 @@ class _Training:
 
     @property
     def exchange(self) -> str:
-        return self.chosen.exchange or default_exchange(
-            self.backend, any(self.rules.of(g).has_owners for *_, g in self.ours)
-        )
+        has_owners = self.rules.have_owners(group for _, _, group in self.ours)
+        return self.chosen.exchange or default_exchange(self.backend, has_owners)
 
     @property
     def trained(self) -> list[tuple[str, torch.Tensor, dict[str, Any]]]:

@@ -111,6 +111,13 @@ def split_param(master: Tensor) -> Tensor:
     return torch.where(master.isnan(), master.to(torch.bfloat16), halves.to(torch.int16).view(torch.bfloat16))
 
 
+def follow_(master: Tensor, param: Tensor) -> None:
+    """A float32 master that does not round to its 16-bit parameter becomes that: the parameter was written since."""
+    stands = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    if param.device.type != "cpu" or not bool(stands.all()):
+        master.copy_(torch.where(stands, master, param.float()))
+
+
 def rounding_to(param: Tensor, master: Tensor) -> Tensor:
     """float32 masters that each round to their 16-bit parameter: the reverse of remainder_of()."""
     up = (master.view(torch.int32) + 1).view(torch.float32)

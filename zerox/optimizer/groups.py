@@ -73,11 +73,6 @@ class Groups:
         self.rules.of(group).check(group)
         self.options.check_group(group, self.rules.of(group).defaults)
 
-    @property
-    def have_owners(self) -> bool:
-        """Whether parameters of any may lie whole on one rank."""
-        return any(self.rules.of(group).has_owners for group in self.param_groups)
-
     def divisors(self) -> list[float | None]:
         return [self.options.divisor_of(group) for group in self.param_groups]
 

@@ -117,6 +117,8 @@ def check_param(param: Tensor, group: Mapping[str, Any]) -> None:
 def check_group(group: Mapping[str, Any]) -> None:
     check_flags(group)
     check_switches(group, "nesterov")
+    if group.get("maximize"):
+        raise ValueError("maximize=True in a param group of Muon would have no effect: negate the loss")
     check_hyper_parameters(group)
     for param in group.get("params", ()):
         check_param(param, group)

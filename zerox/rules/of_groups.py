@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,10 @@ class Rules:
         if name not in self.known:
             raise ValueError(f"zerox: {RULE} must be one of {sorted(self.known)}, got {name!r}")
         return self.known[name]
+
+    def have_owners(self, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether parameters of any may lie whole on one rank."""
+        return any(self.of(group).has_owners for group in groups)
 
     def others_options(self, rule: Rule) -> set[str]:
         """Options that only other rules have."""

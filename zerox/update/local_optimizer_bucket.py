@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerox import _torch
 from zerox.memory.bucket import Bucket, GradPart
+from zerox.memory.forms import follow_
 from zerox.plan.layout import Segment
 from zerox.rules.local_optimizer import LocalOptimizerRule, options_of
 from zerox.rules.probe import Kinds, step_without_global_hooks
@@ -91,12 +92,8 @@ class LocalOptimizerBucket:
 
         ``kinds``: what the class keeps under each group's options.
         """
-        master, shard = self.master, self.bucket.param_shard
-        if master is not None:
-            rounded = master.values.to(shard.dtype)
-            stands = rounded.view(torch.int16) == shard.view(torch.int16)
-            if shard.device.type != "cpu" or not bool(stands.all()):
-                master.values.copy_(torch.where(stands, master.values, shard.float()))
+        if self.master is not None:
+            follow_(self.master.values, self.bucket.param_shard)
         if self.optimizer is None:
             return
         for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -12,8 +13,7 @@ from torch import Tensor
 from zerox.grads.grad_scale import GradScale
 from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket
-from zerox.memory.flat import dense_strides
-from zerox.memory.forms import master_of, remainder_of, split_param
+from zerox.memory.forms import follow_, master_of, remainder_of, split_param
 from zerox.rules.muon import MUON, Matrix, matrices_of, rate
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASTER
@@ -80,8 +80,6 @@ class MatrixUpdate:
             return
         for group in own:
             MUON.check(group)
-            if group.get("maximize"):
-                raise ValueError("maximize=True in a param group of Muon would have no effect: negate the loss")
         self.checked = options
 
     def update(self, run: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -119,13 +117,10 @@ class MatrixUpdate:
 
 
 def _own(bucket: Bucket, row: int) -> Own:
-    segment = bucket.own_segments[row]
-    member = bucket.members[segment.slot]
-    local, span = member.local, segment.span
-    assert span.numel == local.numel(), f"'{member.name}' does not lie whole on this rank"
-    return Own(
-        bucket, row, member.number, span.start, span.stop, tuple(local.shape), dense_strides(local), member.group
-    )
+    slot, span = bucket.own_segments[row].slot, bucket.own_segments[row].span
+    member, shape, strides = bucket.members[slot], tuple(bucket.buffer.shapes[slot]), bucket.buffer.strides[slot]
+    assert span.numel == math.prod(shape), f"'{member.name}' does not lie whole on this rank"
+    return Own(bucket, row, member.number, span.start, span.stop, shape, strides, member.group)
 
 
 def _at_most(due: Sequence[Due], numel: int) -> Iterator[list[Due]]:
@@ -198,9 +193,8 @@ def _values(param: Tensor, master: Tensor | None, bucket: Bucket) -> Tensor:
         return param.float()
     if MASTER.key not in bucket.state:
         return master_of(param, master)
-    # A parameter that was written since stands for itself.
-    stands = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
-    return master.copy_(torch.where(stands, master, param.float()))
+    follow_(master, param)
+    return master
 
 
 def _put_back(values: Tensor, param: Tensor, master: Tensor | None, bucket: Bucket) -> None:
