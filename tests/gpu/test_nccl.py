@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bucket_manager.rig import LAYER_CAP, Chain, GradsOfModel, gradients_of, input_of, same_bits
+from tests.gpu import test_muon
 from tests.gpu.chain import cpu_copies, train_scales
 from tests.gpu.processes import ProcessesFailed, run_processes
 from tests.gpu.twins import DEVICE
@@ -132,6 +134,22 @@ def test_one_rank_trains_as_alone(device: torch.device, stage: int) -> None:
         assert ours[2] == alone[2]
 
 
+def train_matrices_with_itself(rank: int, world_size: int) -> list[Any]:
+    """By stage: alone, and by the all-to-all that matrices with owners need."""
+    results = []
+    for stage in STAGES:
+        how = (str(DEVICE), torch.float32, torch.float32, stage)
+        results.append([test_muon.trained(0, 1, *how)])
+        with patch.object(engine, "find_ranks", lambda *_, **__: ranks_of_one("direct")):
+            results[-1].append(test_muon.trained(0, 1, *how))
+    return results
+
+
+def test_one_rank_trains_matrices_as_alone(device: torch.device) -> None:
+    [stages] = run_processes(train_matrices_with_itself, 1, backend=BACKEND, timeout_s=TIMEOUT_S)
+    assert all(alone == exchanged for alone, exchanged in stages)
+
+
 # ---- two ranks on one GPU
 
 
@@ -182,6 +200,22 @@ def test_two_ranks_of_one_gpu_train_tables(device: torch.device) -> None:
         pytest.skip(reason)
     environment = {**OF_TWO_RANKS, **preloaded()} if BACKEND == "nccl" else {}
     run_processes(train_tables, 2, backend=BACKEND, timeout_s=TWO_RANKS_TIMEOUT_S, env=environment)
+
+
+def train_matrices(rank: int, world_size: int) -> list[Any]:
+    """All ranks have the same gradients, so that their number shows nowhere."""
+    how = (str(DEVICE), torch.float32, torch.float32)
+    return [test_muon.trained(rank, world_size, *how, stage) for stage in STAGES]
+
+
+def test_two_ranks_of_one_gpu_train_matrices(device: torch.device) -> None:
+    """Which lie whole on one of them, and travel in shares of several lengths."""
+    if BACKEND == "nccl" and (reason := no_two_ranks()):
+        pytest.skip(reason)
+    environment = {**OF_TWO_RANKS, **preloaded()} if BACKEND == "nccl" else {}
+    found = run_processes(train_matrices, 2, backend=BACKEND, timeout_s=TWO_RANKS_TIMEOUT_S, env=environment)
+    [alone] = run_ranks(train_matrices, 1)
+    assert found[0] == alone
 
 
 # ---- the processes themselves

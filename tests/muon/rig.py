@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.shards import same_bits
+from tests.optimizer.masters import half_away
 from tests.optimizer.models import mean_over_ranks
 from zerox import FusedShardedAdam, FusedShardedMuon
 from zerox.engine import Engine
@@ -81,10 +82,19 @@ def matrices(name: str, tensor: Tensor) -> list[Tensor]:
     return [part for each in stack for part in each.split(sizes)]
 
 
-class Twin:
-    """torch's class on copies, of what 16-bit parameters have in float32."""
+def apart(ours: Tensor, theirs: Tensor) -> str:
+    off, largest = (float(each.abs().max()) for each in (ours.double() - theirs.double(), theirs))
+    return f"up to {off:.3g} apart, with values of up to {largest:.3g}"
 
-    def __init__(self, model: Model, options: Mapping[str, Any]) -> None:
+
+class Twin:
+    """torch's class on copies, of what 16-bit parameters have in float32.
+
+    ``half_away``: from these they are rounded as those are that have a remainder, which shows in ties.
+    """
+
+    def __init__(self, model: Model, options: Mapping[str, Any], half_away: bool = False) -> None:
+        self.half_away = half_away
         self.whole = {
             name: param.detach().float() if param.itemsize == 2 else param.detach().clone()
             for name, param in model.named_parameters()
@@ -112,7 +122,8 @@ class Twin:
         params = dict(model.named_parameters())
         for name, twins in self.params.items():
             for ours, twin in zip(matrices(name, params[name].detach()), twins, strict=True):
-                assert same_bits(ours.contiguous(), twin.detach().to(ours.dtype).contiguous()), f"{where}: {name}"
+                theirs = half_away(twin.detach()) if self.half_away else twin.detach().to(ours.dtype)
+                assert same_bits(ours.contiguous(), theirs.contiguous()), f"{where}: {name}, {apart(ours, theirs)}"
 
     def state(self, name: str) -> Tensor:
         """The momenta of a parameter's matrices, one below the other."""

@@ -44,8 +44,8 @@ def ahead(model: Model, optimizer: Any, steps: range) -> None:
 # ---- files and state
 
 
-def saved(_: int, __: int, stage: int, path: str) -> tuple[str, str]:
-    model = Model(torch.bfloat16)
+def saved(_: int, __: int, stage: int, path: str, device: str = "cpu") -> tuple[str, str]:
+    model = Model(torch.bfloat16).to(device)
     optimizer = build(model, False, OPTIONS, stage=stage)
     ahead(model, optimizer, range(2))
     zerox.save(path, model, optimizer)
@@ -53,8 +53,8 @@ def saved(_: int, __: int, stage: int, path: str) -> tuple[str, str]:
     return digests(model, optimizer)
 
 
-def resumed(_: int, __: int, stage: int, path: str) -> tuple[str, str]:
-    model = Model(torch.bfloat16)
+def resumed(_: int, __: int, stage: int, path: str, device: str = "cpu") -> tuple[str, str]:
+    model = Model(torch.bfloat16).to(device)
     optimizer = build(model, False, OPTIONS, stage=stage)
     zerox.load(path, model, optimizer)
     ahead(model, optimizer, range(2, 4))
@@ -133,9 +133,9 @@ def test_a_schedulers_momentum_in_adams_groups_keeps_no_file_from_being_loaded(t
 # ---- stored momenta
 
 
-def stored(rank: int, world_size: int, dtype: Any) -> None:
+def stored(rank: int, world_size: int, dtype: Any, device: str = "cpu") -> None:
     """Each step from the same state, beside the average of what was stored before it."""
-    model = Model()
+    model = Model().to(device)
     options = {**OPTIONS, "lr": 1e-3}
     optimizer = build(model, False, options, state_dtype=dtype)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -308,8 +308,8 @@ def test_accumulation_and_scalers(world_size: int) -> None:
     assert run_ranks(accumulated, world_size) == [True] * world_size
 
 
-def poisoned(rank: int, world_size: int) -> set[str]:
-    model = Model()
+def poisoned(rank: int, world_size: int, device: str = "cpu") -> set[str]:
+    model = Model().to(device)
     optimizer = build(model, False, OPTIONS)
     for number in range(2):
         model.backward(rank, number)

@@ -14,9 +14,17 @@ from tests.whole.rig import unequal_buckets
 PLAIN: dict[str, Any] = {}
 
 
-def follow(rank: int, world_size: int, options: dict[str, Any], dtype: torch.dtype, by_rule: bool, steps: int) -> None:
+def follow(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    by_rule: bool,
+    steps: int,
+    device: str = "cpu",
+) -> None:
     for stage in (1, 2, 3):
-        model = Model(dtype)
+        model = Model(dtype).to(device)
         twin = Twin(model, {**OPTIONS, **options})
         optimizer = build(model, by_rule, {**OPTIONS, **options}, stage=stage)
         assert world_size == 1 or unequal_buckets(optimizer) > 0
@@ -28,7 +36,7 @@ def follow(rank: int, world_size: int, options: dict[str, Any], dtype: torch.dty
         for name, number in numbers.items() if rank == 0 else ():
             if name not in OF_ADAM:
                 ours = state[number]["momentum_buffer"]
-                assert torch.equal(ours.reshape(-1, ours.shape[-1]), twin.state(name)), name
+                assert torch.equal(ours.reshape(-1, ours.shape[-1]).cpu(), twin.state(name).cpu()), name
 
 
 def names(group: dict[str, Any]) -> list[str]:
@@ -60,9 +68,9 @@ def test_other_parameters_are_those_of_their_masters(dtype: torch.dtype) -> None
     run_ranks(masters, 2, dtype)
 
 
-def masters(rank: int, world_size: int, dtype: torch.dtype) -> None:
+def masters(rank: int, world_size: int, dtype: torch.dtype, device: str = "cpu") -> None:
     for stage, kind in ((2, "fp32"), (3, "fp32"), (1, "auto")):
-        model = Model(dtype)
-        twin = Twin(model, OPTIONS)
+        model = Model(dtype).to(device)
+        twin = Twin(model, OPTIONS, half_away=kind == "auto" and dtype is torch.bfloat16)
         optimizer = build(model, False, OPTIONS, stage=stage, master_weights=kind)
         train(rank, world_size, model, twin, optimizer, range(4))
