@@ -6,6 +6,7 @@ Uses the Python that starts it, with whatever CUDA build of torch that has; need
 only setuptools, packaging, ninja, pytest and hypothesis beside torch, and nvcc. Each part runs in processes of its own
 with a time limit, and what is known is written after each, so that a hang or a crash costs its own part only. Proof and
 figures take less than 10 minutes each, and write a JSON, a table and pictures each. Exits with 1 if anything failed.
+What does not fit into these runs only if --only names it.
 
     build      setup.py build_ext --inplace, with CUDA kernels for this GPU (TORCH_CUDA_ARCH_LIST names others)
   proof:
@@ -17,6 +18,9 @@ figures take less than 10 minutes each, and write a JSON, a table and pictures e
     step       bench.step: whole clipped steps of one rank, and what of them comes after backward, beside DDP and FSDP2
     streams    bench.streams: a timeline of one training step
     exposed    the same of two ranks over gloo: how much of their communication backward does not hide
+    clip       bench.host: clipping 1,000 gradients
+    muon       only with --only muon, in at most 3 minutes: bench.muon_update, the update of GPT-2's and GPT-2 XL's
+               matrices by Muon, beside its products alone, torch.optim.Muon, and Adam
 
 Complete logs lie in build/gpu.
 """
@@ -57,9 +61,11 @@ ALONE = ("hidden_gather", "no_sync", "overlap", "sharded_params", "streams", "tr
 
 # Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
 PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
-RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "streams": 50.0, "exposed": 50.0, "clip": 20.0}
+FIGURES_S = {"kernels": 170.0, "step": 150.0, "streams": 50.0, "exposed": 50.0, "clip": 20.0}
+NAMED_S = {"muon": 180.0}  # run only where --only names them, and have no more than this
+RESERVED_S = {**PROOF_S, **FIGURES_S, **NAMED_S}
 TOTAL_S = 570.0  # of a run, unless --limit-s is less
-RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "streams", "exposed", "clip")}
+RUNS = {"proof": tuple(PROOF_S), "figures": ("build", *FIGURES_S, *NAMED_S)}
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -191,6 +197,7 @@ FIGURES = {
     "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32", drawn=True),
     "exposed": Figure("bench.streams --ranks=2", quick="--layers=1 --batch=1", drawn=True),
     "clip": Figure("bench.host --ranks=1 --parts=clips", quick="--rounds=60"),
+    "muon": Figure("bench.muon_update", quick="--model=tiny", timed=0.4),
 }
 
 
@@ -250,7 +257,7 @@ def run_parts(selected: list[str], machine: Machine, folder: Path, title: str, t
     reserved_s = {name: each * total_s / TOTAL_S for name, each in RESERVED_S.items()}
     try:
         for name in selected:
-            limit_s = gpu_run.limit_s(name, selected, reserved_s, end)
+            limit_s = min(gpu_run.limit_s(name, selected, reserved_s, end), NAMED_S.get(name, total_s))
             if parts.get("build", {}).get("outcome") in report.BAD and name != "build":
                 parts[name]["note"] = "the build failed"
                 continue
@@ -308,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     well = True
     for name in args.runs or RUNS:
-        selected = [part for part in RUNS[name] if not args.only or part in args.only]
+        selected = [part for part in RUNS[name] if (part in args.only if args.only else part not in NAMED_S)]
         if selected:
             well = run_parts(selected, machine, args.out, name, args.limit_s) and well
     return 0 if well else 1

@@ -79,8 +79,21 @@ def test_budgets_are_of_the_parts_and_leave_time_to_build() -> None:
     )
     for parts in gpu.RUNS.values():
         assert parts[0] == "build"
-        assert gpu.TOTAL_S - sum(gpu.RESERVED_S[part] for part in parts) >= 120
+        assert gpu.TOTAL_S - sum(gpu.RESERVED_S[part] for part in parts if part not in gpu.NAMED_S) >= 120
     assert gpu.TOTAL_S < 600
+    assert max(gpu.NAMED_S.values()) <= 180
+
+
+def test_a_part_that_runs_only_by_name_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, float] = {}
+    for name in ("clip", "muon"):
+        monkeypatch.setitem(gpu.PARTS, name, lambda _, limit_s, name=name: given.update({name: limit_s}) or dict(GOOD))
+    assert gpu.run_parts(["clip"], MACHINE, tmp_path, "figures")
+    assert gpu.run_parts(["muon"], MACHINE, tmp_path, "figures")
+    assert given["clip"] == pytest.approx(gpu.TOTAL_S, abs=5)
+    assert given["muon"] == gpu.NAMED_S["muon"]
+    assert gpu.run_parts(["muon"], MACHINE, tmp_path, "figures", 100.0)
+    assert given["muon"] == pytest.approx(100, abs=5)
 
 
 def test_what_hangs_is_killed_with_all_it_started(logs: Path) -> None:
@@ -276,8 +289,11 @@ def test_only_named_parts_run_in_their_order(monkeypatch: pytest.MonkeyPatch) ->
     asked.clear()
     assert gpu.main([]) == 0
     assert gpu.main(["figures"]) == 0
-    runs = [(name, list(parts)) for name, parts in gpu.RUNS.items()]
+    runs = [(name, [part for part in parts if part not in gpu.NAMED_S]) for name, parts in gpu.RUNS.items()]
     assert asked == [*runs, runs[1]]
+    asked.clear()
+    assert gpu.main(["--only", "muon"]) == 0
+    assert asked == [("figures", ["muon"])]
     for wrong in (["--only", "everything"], ["everything"]):
         with pytest.raises(SystemExit) as ended:
             gpu.main(wrong)
