@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -56,11 +57,13 @@ def test_native_collectives_are_refused(stage: int) -> None:
 # ---- Muon
 
 
-def by_muon(ranks: Ranks, stage: int) -> dict[str, Tensor]:
+def by_muon(
+    ranks: Ranks, stage: int, dtype: torch.dtype = torch.float32, state_dtype: Any = torch.float32
+) -> dict[str, Tensor]:
     """All ranks have the same gradients, whose mean is exact."""
     HERE.ranks = ranks
-    model = Model().to(ranks.device)
-    optimizer = build(model, True, OPTIONS, stage=stage)
+    model = Model(dtype).to(ranks.device)
+    optimizer = build(model, True, OPTIONS, stage=stage, state_dtype=state_dtype)
     for number in range(3):
         model.backward(0, number)
         optimizer.step()
@@ -85,3 +88,13 @@ def test_muon_has_the_bits_of_torch_on_a_cpu(kind: str, stage: int) -> None:
         for name, twins in twin.params.items():
             for ours, theirs in zip(matrices(name, of_rank[name]), twins, strict=True):
                 assert same_bits(ours.contiguous(), theirs.detach().contiguous()), name
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
+@pytest.mark.parametrize(("kind", "stage"), [("via host", 1), ("direct", 2), ("direct", 3)])
+def test_muon_has_a_cpu_s_bits_with_masters_and_a_momentum_in_fewer_bits(
+    kind: str, stage: int, state_dtype: Any
+) -> None:
+    expected = by_muon(Ranks.alone(torch.device("cpu")), stage, torch.bfloat16, state_dtype)
+    for of_rank in run_fake_ranks(by_muon, 2, kind, stage, torch.bfloat16, state_dtype):
+        assert all(same_bits(of_rank[name], each) for name, each in expected.items())
