@@ -87,7 +87,7 @@ def test_all_ranks_raise_and_all_parameters_are_as_before(
         assert said[0].startswith(failed)
         assert said[0].endswith("all parameters are as before")
         for again in said[1:3]:
-            assert again.startswith(f"RuntimeError: {name} raised in step() on rank {who}"), again
+            assert again.startswith(f"RuntimeError: zerox: {name} raised in step() on rank {who}"), again
             assert again.endswith("Load the last state that was saved, on all ranks")
         assert said[3] == "no error"
         assert as_before == [True, True, True]

@@ -73,7 +73,8 @@ def save(
     subgroup_of: dict[str, tuple[int, int]] = {}
     record: dict[str, Any] = {}
     with ranks.failing_together(failure):
-        if failed := optimizer.inside.loading.half_loaded or optimizer.inside.loading.failed:
+        loading = optimizer.inside.loading
+        if failed := loading.half_loaded or loading.failed or optimizer.inside.update.failure:
             raise CheckpointError(failed)
         names = parameter_names(model, optimizer)
         optimizer.inside.gather.prepare_checkpoint()

@@ -26,6 +26,8 @@ class Steps:
                 "build another optimizer, or call scale_grads_()"
             )
         core.calls.scale.check()
+        if core.update.failure:
+            raise RuntimeError(f"zerox: {core.update.failure}")
 
     def update(self, capturing: bool) -> None:
         """Inside the gather's updating()."""

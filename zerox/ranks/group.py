@@ -245,9 +245,13 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            if self.failure_detector is not None:
-                self.failure_detector.leave(f"rank {self.rank} raised {summary_of(error)}")
+            self.tell_failure(f"rank {self.rank} raised {summary_of(error)}")
             raise
+
+    def tell_failure(self, reason: str) -> None:
+        """The others raise it at once, where they wait for this rank. No rank goes on with the others afterwards."""
+        if self.failure_detector is not None:
+            self.failure_detector.leave(reason)
 
     @contextlib.contextmanager
     def refusals_told(self) -> Iterator[None]:

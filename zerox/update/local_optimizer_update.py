@@ -38,7 +38,7 @@ class LocalOptimizerUpdate:
         self.grad_scale = grad_scale
         self.local: list[LocalOptimizerBucket] = []
         self.step_options: Mapping[str, Any] = {}
-        self.failure = ""  # why ranks' states are not of one step
+        self.failure = ""
         self.before: dict[int, Tensor] = {}  # shards that nobody has a copy of, as they were before the step
 
     @property
@@ -67,10 +67,8 @@ class LocalOptimizerUpdate:
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         """One run, of all buckets.
 
-        If the class raises on one rank, RuntimeError on all, and then until state is loaded. Alone, what it raised.
+        If the class raises on one rank, RuntimeError on all. Alone, what it raised.
         """
-        if self.failure:
-            raise RuntimeError(f"{self.failure}. Load the last state that was saved, on all ranks")
         kinds = [self.rule.optimizer_class.kinds(group) for group in groups]
         counted = self._groups_with_gradients(kinds)
         error: Exception | None = None
@@ -161,7 +159,7 @@ class LocalOptimizerUpdate:
         self.grads.all_reduce(failed, Combine.MAX)  # a rank that raises may read others' shards: all are put back
         self.failure = (
             f"{self.rule.name} raised in step() on rank {rank}, when other ranks had stepped, and its state is not of "
-            f"one step any more: {reason}"
+            f"one step any more: {reason}. Load the last state that was saved, on all ranks"
         )
         told = f"rank {rank} raised {reason} in {self.rule.name}'s step(): all parameters are as before"
         raise RuntimeError(told) from error

@@ -21,6 +21,7 @@ from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket, GradPart, Part
 from zerox.memory.stored import Stored
 from zerox.ops import Shard
+from zerox.ranks.roll_call import summary_of
 from zerox.rules.muon import MuonRule
 from zerox.rules.of_groups import Rules
 from zerox.rules.options_table import OptionsTables
@@ -32,7 +33,9 @@ Groups = Sequence[dict[str, Any]]
 
 class Update(Protocol):
     """How an optimizer updates its buckets. ``has_step_options``: its next step() was given options for a class of
-    torch's kind."""
+    torch's kind. ``failure``: why parameters or state are not of one step, and what helps, until state is loaded."""
+
+    failure: str
 
     def __init__(
         self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale, keeps_place: bool
@@ -56,6 +59,12 @@ class Update(Protocol):
         """There are other groups, or the buckets' parameters are in others of them."""
 
 
+BROKEN_OFF = (
+    "in step(), which had updated a part of the parameters. Build the optimizer anew on all ranks, and give it the "
+    "last state that was saved: zerox.load()"
+)
+
+
 class FusedUpdate:
     """By kernels. ``buckets``: the core's own list, which grows."""
 
@@ -72,6 +81,7 @@ class FusedUpdate:
         # By bucket, start, number of elements and first row, beside the state that they are views of. To make the views
         # of every part at every step would take longer than the update of a small one.
         self.made: dict[tuple[int, int, int, int], tuple[dict[str, Stored], Part]] = {}
+        self.failure = ""
         self.order: list[int] = []  # of the buckets, as it was when ``launches`` were cut
         self.launches: list[list[int]] = []
 
@@ -79,7 +89,7 @@ class FusedUpdate:
         pass
 
     def note_loaded(self, groups: Groups) -> None:
-        pass
+        self.failure = ""
 
     def regroup(self, groups: Groups) -> None:
         self.options_tables.names = []
@@ -96,12 +106,24 @@ class FusedUpdate:
             self.order, self.launches = order, list(launches(order, self.buckets, self.grad_scale.divisors))
         for run in self.launches:
             rule = self.buckets[run[0]].rule
-            with ranges(run):
-                if isinstance(rule, MuonRule):
-                    self.matrices.update(run, groups)
-                else:
-                    update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.remaining_factor(run[0]))
+            try:
+                with ranges(run):
+                    if isinstance(rule, MuonRule):
+                        self.matrices.update(run, groups)
+                    else:
+                        scale = self.grad_scale.remaining_factor(run[0])
+                        update(rule, list(self._shards(run)), tables[rule.name], scale)
+            except BaseException as error:  # of matrices an owner may fail alone: it has no memory for its largest
+                self._give_up(error)
+                raise
             yield run
+
+    def _give_up(self, error: BaseException) -> None:
+        """The others wait for this rank's parameters. Alone one may go on after Ctrl-C, as with torch."""
+        failure = f"rank {self.grads.ranks.rank} raised {summary_of(error)} {BROKEN_OFF}"
+        if isinstance(error, Exception):
+            self.failure = failure
+        self.grads.ranks.tell_failure(failure)
 
     def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
         for index in run:
