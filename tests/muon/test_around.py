@@ -356,6 +356,33 @@ def test_what_torch_refuses_is_refused_in_its_words(
         make()
 
 
+def test_coefficients_that_are_no_numbers_are_refused() -> None:
+    """torch raises in step(), as its products do."""
+    with pytest.raises(TypeError, match=r"ns_coefficients\[1\] must be a number, got 'b'"):
+        FusedShardedMuon([nn.Parameter(torch.ones(2, 2))], ns_coefficients=(1.0, "b", -1.0))  # type: ignore[arg-type]
+
+
+def emptied(_: int, __: int, stage: int) -> bool:
+    """Beside torch's class, which divides by zero where there are no columns."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(0, 3, 4), (0, 4), (4, 0), (2, 0, 4), (0, 0), (6, 5)]]
+    twin = nn.Parameter(params[-1].detach().clone())
+    ours, theirs = FusedShardedMuon(params, stage=stage, **OPTIONS), torch.optim.Muon([twin], **OPTIONS)
+    for _ in range(2):
+        for own, optimizer in ((params, ours), ([twin], theirs)):
+            torch.stack([param.square().sum() for param in own]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.load_state_dict(ours.state_dict())
+    with ours.whole():
+        return torch.equal(params[-1], twin)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 1), (3, 3)])
+def test_empty_matrices_and_stacks_are_left_alone(world_size: int, stage: int) -> None:
+    assert run_ranks(emptied, world_size, stage) == [True] * world_size
+
+
 def test_options_that_torchs_class_lacks_are_unknown() -> None:
     for name in ("foreach", "fused", "capturable", "maximize", "differentiable"):
         with pytest.raises(TypeError, match=name):

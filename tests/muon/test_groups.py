@@ -355,6 +355,12 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
         muon_groups(Plain(), **RATES, **options, verbose=False)
 
 
+def test_parameters_are_no_model() -> None:
+    for given in (Plain().parameters(), [Plain()], Plain().state_dict()):
+        with pytest.raises(TypeError, match=r"zerox.muon_groups\(\) takes the model itself, .* got \w+"):
+            muon_groups(given, **RATES)  # type: ignore[arg-type]
+
+
 PAGE = Path(__file__).parents[2] / "docs/muon.md"
 
 

@@ -53,8 +53,13 @@ def muon_groups(
         verbose: False prints nothing.
 
     Raises ValueError for a name or pattern that no parameter has (of the cut ones: none of Muon's), for one parameter
-    under two of them, for one that Muon can't take or cut so, and if nothing is left for Muon.
+    under two of them, for one that Muon can't take or cut so, and if nothing is left for Muon; TypeError for what is no
+    model, as ``model.parameters()``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{CALL} takes the model itself, since it goes by modules and names, got {type(model).__name__}"
+        )
     parts = parts_of(model)
     asked = {"muon": _matching(parts, "muon", muon), "adamw": _matching(parts, "adamw", adamw)}
     if both := asked["muon"] & asked["adamw"]:

@@ -28,14 +28,14 @@ def _of_tall(core: Core) -> Iterator[tuple[str, str]]:
     groups = core.groups.param_groups
     for bucket in core.buckets:
         for member in bucket.members if isinstance(bucket.rule, MuonRule) else ():
-            matrix = matrices_of(member.local.shape, groups[member.group])[0]
-            if matrix.rows.numel > TALL * matrix.columns:
-                yield (
-                    "tall",
-                    f"zerox: {member.quoted} has {matrix.rows.numel} rows and {matrix.columns} columns, and Muon is "
-                    "for the matrices of hidden layers. Embeddings and heads do better with AdamW, in a group of their "
-                    "own: zerox.muon_groups() makes such groups",
-                )
+            for matrix in matrices_of(member.local.shape, groups[member.group])[:1]:  # a stack may be empty
+                if matrix.rows.numel > TALL * matrix.columns:
+                    yield (
+                        "tall",
+                        f"zerox: {member.quoted} has {matrix.rows.numel} rows and {matrix.columns} columns, and Muon "
+                        "is for the matrices of hidden layers. Embeddings and heads do better with AdamW, in a group "
+                        "of their own: zerox.muon_groups() makes such groups",
+                    )
 
 
 def _of_unequal(core: Core) -> Iterator[tuple[str, str]]:

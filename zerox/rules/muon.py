@@ -79,7 +79,7 @@ def check_hyper_parameters(group: Mapping[str, Any]) -> None:
     if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
         raise ValueError("Coefficients must be a tuple of exactly 3 values")
     for index, coefficient in enumerate(coefficients):
-        holds(f"ns_coefficients[{index}]", coefficient, lambda value: value >= value)
+        holds(f"ns_coefficients[{index}]", coefficient, is_not_negative)  # any number
     _check_parts(group["split_sizes"], group["num_heads"])
 
 
