@@ -54,6 +54,7 @@ def fail(
     said.append(says(ours.step))
     as_before.append(all(map(same_bits, values(model), after_one)))
     ours.zero_grad()
+    refused = says(lambda: zerox.save(Path(folder) / "y", model, ours))
     zerox.load(Path(folder) / "x", model, ours)
     backward(model, batch(rank, 1, dtype=dtype))
     said.append(says(ours.step))
@@ -64,7 +65,7 @@ def fail(
     backward(model, batch(rank, 1, dtype=dtype))
     ours.step()
     as_before.append(all(map(same_bits, values(model), went_on)))
-    return said, as_before
+    return [*said, refused], as_before
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,8 @@ def test_all_ranks_raise_and_all_parameters_are_as_before(
             assert again.startswith(f"RuntimeError: zerox: {name} raised in step() on rank {who}"), again
             assert again.endswith("Load the last state that was saved, on all ranks")
         assert said[3] == "no error"
+        assert said[4].startswith("CheckpointError: "), said[4]
+        assert f"{name} raised in step() on rank {who}" in said[4]
         assert as_before == [True, True, True]
 
 
