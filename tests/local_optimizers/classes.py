@@ -160,6 +160,28 @@ class SumInGroup(Simple):
 # ---- whose state has no place on a rank
 
 
+class Factored(Simple):
+    """Shazeer and Stern 2018, with the mean of gradients: of matrices without a mean square for each element. As some
+    do, it keeps a norm of each parameter."""
+
+    def update(self, param: Tensor, state: Options, group: Options) -> None:
+        square = param.grad.square() + 1e-30  # type: ignore[union-attr]
+        state["norm"] = float(param.norm())
+        if param.dim() < 2:
+            state.setdefault("square", torch.zeros_like(param)).lerp_(square, 0.1)
+            scale = state["square"].sqrt()
+        else:
+            mean = state.setdefault("mean", torch.zeros_like(param))
+            mean.lerp_(param.grad, 0.5)  # type: ignore[arg-type]
+            if "rows" not in state:
+                state["rows"], state["columns"] = square.mean(-1), square.mean(-2)
+            rows = state["rows"].lerp_(square.mean(-1), 0.1)
+            columns = state["columns"].lerp_(square.mean(-2), 0.1)
+            scale = (rows.unsqueeze(-1) * columns.unsqueeze(-2)).div_(rows.mean(-1)[..., None, None]).sqrt_()
+        step = state.get("mean", param.grad) / (scale + 1e-3)
+        param.sub_(step, alpha=group["lr"] / max(1.0, float(step.norm())))
+
+
 class RowSums(Simple):
     def update(self, param: Tensor, state: Options, group: Options) -> None:
         state["rows"] = param.grad.reshape(-1, 1).sum(1, keepdim=True)  # type: ignore[union-attr]

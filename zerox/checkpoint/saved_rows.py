@@ -96,7 +96,10 @@ class SavedRows:
         dtype, numbers = row.saved.dtype(key), self.bucket.numbers
         if key in numbers:
             return SlicedTensor((), (), Span(0, 1), torch.empty(1, dtype=dtype, device="cpu"))
-        like = next(tensor for what, tensor in state.items() if what not in numbers and not what.endswith(SCALE))
+        like = state.get(key.removesuffix(SCALE))
+        if like is None:  # a master in another form
+            assert self.bucket.master is not None
+            like = state[self.bucket.master.spec.key]
         if not key.endswith(SCALE):
             return like.fill_with(torch.empty(like.own.numel(), dtype=dtype, device=like.device))
         if not row.has_blocks:

@@ -84,8 +84,10 @@ class SavedState:
         for number in rule.numbers:
             yield number.key, (), (getattr(torch, number.dtype),)
         chosen = SAVED_OF_CLASSES if rule.on_host else SAVED
-        for spec in (*rule.states, *MASTERS, MASK) if numel else ():
-            yield spec.key, shape, dtypes_of([spec.form] if spec.form else chosen)
+        shapes = [(spec, rule.shape_of(spec, shape)) for spec in rule.states]
+        for spec, own in (*shapes, *((spec, shape) for spec in (*MASTERS, MASK))):
+            if own is not None and 0 not in own:
+                yield spec.key, own, dtypes_of([spec.form] if spec.form else chosen)
         for spec in rule.states if numel else ():
             yield spec.key + SCALE, (num_blocks(numel),), (torch.float32,)
 
@@ -100,7 +102,10 @@ class SavedState:
         for number in rule.numbers:
             if group is not None and rule.is_wanted(number, group):
                 yield number.key
-        for spec in rule.states if member.param.numel() else ():
+        for spec in rule.states:
+            shape = rule.shape_of(spec, member.param.shape)
+            if shape is None or 0 in shape:
+                continue
             always = not spec.when and not rule.on_host
             if (always or (group is not None and rule.is_wanted(spec, group))) and not rule.starts_itself(spec.key):
                 yield spec.key

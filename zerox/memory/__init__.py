@@ -1,6 +1,7 @@
 """Tensors in their places: flat parameters, and the state of each element.
 
-flat: parameters side by side; stored: a number kept for each element; bucket: both
+flat: parameters side by side; stored: a number kept for each element; bucket: both; state_layout: where state lies of
+  which there is less
 forms: converts state from one form to another, 8 bits too; pages: the memory that it lies in
 left_bucket: what a deleted optimizer has left to its parameters
 mask: which elements are trained, a bit each

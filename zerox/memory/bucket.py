@@ -14,6 +14,7 @@ from zerox._C import SEGMENT_COLUMNS
 from zerox.memory.flat import FlatBuffer, dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.mask import Mask
+from zerox.memory.state_layout import StateLayout, by_itself
 from zerox.memory.stored import Stored
 from zerox.model_names import quote
 from zerox.plan.buckets import BucketPlan
@@ -21,6 +22,7 @@ from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL, BOOL
 from zerox.plan.layout import Layout, Segment
 from zerox.plan.span import Span
+from zerox.plan.state_layout import layout_of_state
 from zerox.ranks.dtensors import cut_of, cuts_of, is_dtensor, local_of
 from zerox.rules.rule import MASK, MASTER, MASTERS, STEP, Rule, StateSpec
 
@@ -238,10 +240,29 @@ class Bucket:
     def keep(self, spec: StateSpec) -> None:
         """Begins to keep this too, in the order of the rule's specs: all ranks gather state in one order."""
         how = self.rule.kept(spec, self.plan.state_form)
-        made = Stored.zeros(spec, how, self.param_shard.numel(), self.device)
+        lies = self._layout_by_itself(spec)
+        numel = self.param_shard.numel() if lies is None else lies.layout.shard_span(self.rank).numel
+        made = Stored.zeros(spec, how, numel, self.device, lies)
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
         self.state = {key: kept[key] for key in order if key in kept}
+
+    def _layout_by_itself(self, spec: StateSpec) -> StateLayout | None:
+        params = self.buffer.shapes
+        shapes = [shape if spec in MASTERS else self.rule.shape_of(spec, shape) for shape in params]
+        layout = layout_of_state(self.plan.layout, params, shapes)
+        return None if layout is None else by_itself(layout, self.rank, shapes, self.buffer)
+
+    def layout_of(self, stored: Stored) -> StateLayout:
+        """Of state of this bucket."""
+        if stored.layout is not None:
+            return stored.layout
+        return StateLayout(self.plan.layout, self.own_segments, self.buffer.shapes, self.buffer.strides)
+
+    def part_of(self, stored: Stored, row: int) -> Stored:
+        """What a row has of state of this bucket: a view. ``row``: -1 if this rank has none."""
+        span = self.layout_of(stored).segment(row).span
+        return stored.part(slice(span.start, span.stop))
 
     def mask_of(self, start: int, numel: int) -> Tensor | None:
         """Its bits for these elements of the shard."""
@@ -312,10 +333,14 @@ class Bucket:
         segment = self.own_segments[row]
         state = {key: numbers[row] for key, numbers in self.numbers.items()}
         for key, stored in self.state.items():
-            own = stored.part(slice(segment.span.start, segment.span.stop))
+            if stored.layout is not None and stored.layout.shapes[segment.slot] is None:
+                continue
+            own = self.part_of(stored, row)
             state |= own.tensors()
             local = self.buffer.params[segment.slot]
-            if own.values.numel() == local.numel():
+            if stored.layout is not None:
+                state[key] = stored.layout.view(segment.slot, own.values)
+            elif own.values.numel() == local.numel():
                 start = own.values.storage_offset()
                 state[key] = own.values.as_strided(local.shape, dense_strides(local), start)
         return state

@@ -12,6 +12,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
+from zerox.memory.state_layout import StateLayout
 from zerox.model_names import in_text, name_or_shape
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import part_of
@@ -72,26 +73,27 @@ class OneParam:
         """This rank's elements of a tensor that has the parameter's shape and order in memory: a view."""
         return in_memory_order(whole)[self.own_start : self.own_start + self.own_numel]
 
-    def owners(self) -> list[tuple[int, Segment]]:
-        """The ranks that have a part of it, each with that part: at least one, also where it has no elements."""
-        segments = (
-            (rank, self.bucket.plan.layout.segments(self.ranks.shard_of(rank))) for rank in range(self.ranks.size)
-        )
+    def owners(self, lies: StateLayout | None = None) -> list[tuple[int, Segment]]:
+        """The ranks that have a part of it, or of state that ``lies`` by itself, each with that part: at least one,
+        also where it has no elements."""
+        layout = self.bucket.plan.layout if lies is None else lies.layout
+        segments = ((rank, layout.segments(self.ranks.shard_of(rank))) for rank in range(self.ranks.size))
         return [(rank, each) for rank, own in segments for each in own if each.slot == self.slot]
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
+    def empty(self, dtype: torch.dtype, lies: StateLayout | None = None) -> Tensor:
         """For the whole tensor. The parameter itself is not asked for its strides: it may be anywhere by now."""
-        shape, strides = self.bucket.buffer.shapes[self.slot], self.bucket.buffer.strides[self.slot]
-        return torch.empty_strided(shape, strides, dtype=dtype, device=self.bucket.device)
+        of = self.bucket.buffer if lies is None else lies
+        shape = of.shapes[self.slot] or ()
+        return torch.empty_strided(shape, of.strides[self.slot], dtype=dtype, device=self.bucket.device)
 
-    def all_gather(self, own: Tensor | None, dtype: torch.dtype, what: str) -> Tensor:
+    def all_gather(self, own: Tensor | None, dtype: torch.dtype, what: str, lies: StateLayout | None = None) -> Tensor:
         """The whole tensor on all ranks from each rank's part, 1-D (None on a rank without one). Collective.
 
         Only what each owner has is sent: a parameter that lies on one rank is not sent as often as there are ranks.
         """
-        whole = self.empty(dtype)
+        whole = self.empty(dtype, lies)
         flat = in_memory_order(whole)
-        for rank, segment in self.owners():
+        for rank, segment in self.owners(lies):
             part = flat[segment.param_start : segment.param_start + segment.span.numel]
             if rank == self.ranks.rank:
                 assert own is not None
@@ -107,24 +109,25 @@ class OneParam:
         self.ranks.broadcast(told.view(torch.uint8), f"{what} of parameter '{self.member.name}'", root=rank)
         return told
 
-    def take_value(self, what: str, value: object) -> Tensor:
+    def take_value(self, what: str, value: object, lies: StateLayout | None = None) -> Tensor:
         """A user's whole value, float32 or float64, in the parameter's order in memory; of a DTensor its local part.
 
         ValueError if it does not fit.
         """
-        shape = self.bucket.buffer.shapes[self.slot] if self.member.cut is None else self.member.param.shape
+        of = self.bucket.buffer if lies is None else lies
+        shape = (of.shapes[self.slot] or ()) if self.member.cut is None else self.member.param.shape
         if not isinstance(value, Tensor) or value.shape != shape:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"{what} of parameter {self.member.quoted} must be a whole tensor of its shape {tuple(shape)}, got "
-                f"{found}"
+                f"{what} of parameter {self.member.quoted} must be a whole tensor of shape {tuple(shape)}, got {found}"
             )
         if value.dtype.is_complex or value.layout is not torch.strided:
             raise ValueError(
                 f"{what} of parameter {self.member.quoted} must be a dense tensor of real numbers, got {value.dtype} "
                 f"in the layout {value.layout}"
             )
-        return self.empty(torch.promote_types(value.dtype, self.wide)).copy_(part_of(self.member.param, value.detach()))
+        dtype = torch.promote_types(value.dtype, self.wide)
+        return self.empty(dtype, lies).copy_(part_of(self.member.param, value.detach()))
 
     def describe_call(self, call: str, given: Mapping[str, object] | None = None) -> str:
         """What ranks compare of a call: equal only if they make it for one parameter with equal values."""

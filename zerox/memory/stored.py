@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerox.memory.pages import zeros
+from zerox.memory.state_layout import StateLayout
 from zerox.plan.form import BLOCK_NUMEL, Form, form_given, num_blocks
 from zerox.plan.kept import Kept
 from zerox.rules.rule import StateSpec
@@ -24,19 +25,24 @@ def form_of(spec: StateSpec | None, dtype: torch.dtype) -> Form:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """``values`` ``[n]`` in a ``form``; ``scales``: float32 ``[ceil(n / 256)]`` if that is a scaled one, else None."""
+    """``values`` ``[n]`` in a ``form``; ``scales``: float32 ``[ceil(n / 256)]`` if that is a scaled one, else None.
+    ``layout``: of a shard's, where they lie in it if there is not one for each element of the parameters."""
 
     spec: StateSpec
     form: Form
     values: Tensor
     scales: Tensor | None = None
+    layout: StateLayout | None = None
 
     @staticmethod
-    def zeros(spec: StateSpec, kept: Kept, numel: int, device: torch.device) -> Stored:
+    def zeros(
+        spec: StateSpec, kept: Kept, numel: int, device: torch.device, layout: StateLayout | None = None
+    ) -> Stored:
         """All zero: the code 0 is zero, whatever the scale."""
         form = kept.form
         values = zeros(numel, getattr(torch, form.dtype), device, kept.place)
-        return Stored(spec, form, values, torch.zeros(form.num_scales(numel), device=device) if form.scaled else None)
+        scales = torch.zeros(form.num_scales(numel), device=device) if form.scaled else None
+        return Stored(spec, form, values, scales, layout)
 
     @staticmethod
     def of_rows(spec: StateSpec, form: Form, num_rows: int, width: int, device: torch.device) -> Stored:

@@ -16,10 +16,12 @@ from zerox.options import OptimizerOptions, Planned
 from zerox.plan.buckets import BucketPlan, loads_in
 from zerox.plan.owners import Load
 from zerox.plan.plan import Plan, TablePlan, TrainedPlan, Wire
+from zerox.plan.state_layout import layout_of_state
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.subgroups import Subgroup, Subgroups
 from zerox.rules.of_groups import Rules
+from zerox.rules.rule import MASTERS
 
 
 class Given(NamedTuple):
@@ -110,7 +112,14 @@ def _trained(around: Around, given: Sequence[Given], dense: Sequence[int]) -> It
             of_bucket, param = rules.of(first.group), local_of(first.param)
             specs = [*of_bucket.wanted_states(groups), *options.masters(param.dtype)]
             kept = tuple(of_bucket.kept(spec, bucket.state_form) for spec in specs)
-            yield TrainedPlan(bucket, kept, _wire(options, param), subgroup, options.divisor_of(first.group))
+            shapes = [tuple(local_of(given[place].param).shape) for place in bucket.params]
+            layouts = {
+                spec.key: layout_of_state(bucket.layout, shapes, [of_bucket.shape_of(spec, shape) for shape in shapes])
+                for spec in specs
+                if spec not in MASTERS
+            }
+            wire, divisor = _wire(options, param), options.divisor_of(first.group)
+            yield TrainedPlan(bucket, kept, wire, subgroup, divisor, layouts)
 
 
 def _planned(around: Around, shown: Sequence[Planned], places: Sequence[int], subgroup: int) -> list[BucketPlan]:

@@ -24,6 +24,11 @@ class Segment:
     span: Span
     param_start: int
 
+    @property
+    def of_param(self) -> Span:
+        """The same elements, counted from the parameter's start."""
+        return Span(self.param_start, self.param_start + self.span.numel)
+
 
 @dataclass(frozen=True)
 class Layout:

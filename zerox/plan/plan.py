@@ -5,11 +5,12 @@ zerox/optimizer/planning.py makes it of tensors and options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.kept import Kept
+from zerox.plan.layout import Layout
 
 BLOCK_ROWS = 64  # of a table, which one rank owns together: see zerox/memory/row_owners.py
 
@@ -33,7 +34,7 @@ class TrainedPlan:
     """A bucket, what is kept for each element of its shards, and how its gradients travel.
 
     ``subgroup``: which ranks have it, 0 for all of them. ``divisor``: of the ranks' sum of gradients, None for the
-    number of the optimizer's ranks.
+    number of the optimizer's ranks. ``layouts``: by key, of state that lies by itself.
     """
 
     bucket: BucketPlan
@@ -41,6 +42,10 @@ class TrainedPlan:
     wire: Wire
     subgroup: int = 0
     divisor: float | None = None
+    layouts: Mapping[str, Layout | None] = field(default_factory=dict)
+
+    def layout_of(self, kept: Kept) -> Layout:
+        return self.layouts.get(kept.key) or self.bucket.layout
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,10 @@ def state_bytes(plan: Plan, site: Site, masked: Collection[int]) -> tuple[int, i
         masters += num_rows * sum(kept.row_bytes(table.width) for kept in table.kept if kept.is_master)
         others += num_rows * sum(kept.row_bytes(table.width) for kept in table.kept if not kept.is_master)
     for each in plan.trained:
+        for kept in each.kept:
+            nbytes = kept.nbytes(_own(each.layout_of(kept), site.shard).numel, site.on_host)
+            masters, others = masters + nbytes * kept.is_master, others + nbytes * (not kept.is_master)
         numel = _own(each.bucket.layout, site.shard).numel
-        masters += sum(kept.nbytes(numel, site.on_host) for kept in each.kept if kept.is_master)
-        others += sum(kept.nbytes(numel, site.on_host) for kept in each.kept if not kept.is_master)
         others += 0 if set(each.bucket.params).isdisjoint(masked) else mask_bytes(numel)
     return masters, others
 

@@ -78,6 +78,7 @@ class LocalOptimizerClass:
         self.numbers: list[NumberSpec] = []
         self.tried: dict[tuple[torch.dtype, torch.device], None] = {}
         self.known: dict[Pattern, Kinds] = {}
+        self.kept: dict[tuple[str, int], bool] = {}  # whether it keeps a key for parameters of so many dimensions
 
     @property
     def name(self) -> str:
@@ -136,8 +137,13 @@ class LocalOptimizerClass:
         if found is None:
             found = self._merge([self._probe(group, *place) for place in self.tried or (USUAL,)])
             self._grow(found)
+            self._note_kept(group, found)
             self.known[pattern] = found
         return found
+
+    def lacks(self, spec: StateSpec, shape: Sequence[int]) -> bool:
+        """Whether it keeps no such state for parameters of so many dimensions."""
+        return self.kept.get((spec.key, len(shape))) is False
 
     def knows(self, group: Mapping[str, Any]) -> bool:
         return self._pattern(group) in self.known
@@ -196,30 +202,49 @@ class LocalOptimizerClass:
             raise TypeError(f"{self.name} got multiple values for argument {twice[0]!r}")
         return dict(zip(names, given, strict=False))
 
-    def _probe(self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
+    def _runner(
+        self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Samples, bool], Kinds]:
         options = {**self.defaults, **options_of(group)}
         chosen = {key: option_for_probe(key, value) for key, value in options.items()}
 
         def make(params: list[Tensor]) -> torch.optim.Optimizer:
             return self.make([{**chosen, "params": params}])
 
-        def run(samples: Samples, compare: bool) -> Kinds:
-            return probe(make, samples, dtype, device, compare)
+        return lambda samples, compare: probe(make, samples, dtype, device, compare)
 
+    def _note_kept(self, group: Mapping[str, Any], found: Kinds) -> None:
+        """A class that keeps rows and columns of matrices keeps something else of vectors. Groups of both share
+        buckets, so it is tried with both, also if this group has one only."""
+        samples = self._samples(group, self.whole)
+        self._note(samples, found)
+        both = replace(samples, dims=tuple(sorted({1, 2, *samples.dims})))
+        if both != samples and not samples.cut and any(spec.summed for spec in found.states):
+            with suppress(Exception):  # it may not take the others, which then come in no group
+                self._note(both, self._runner(group, *USUAL)(both, False))
+
+    def _note(self, samples: Samples, found: Kinds) -> None:
+        for spec in found.states:
+            for dims in samples.dims:
+                is_kept = dims not in found.lacking.get(spec.key, ())
+                self.kept[spec.key, dims] = is_kept or self.kept.get((spec.key, dims), False)
+
+    def _probe(self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
+        run = self._runner(group, dtype, device)
         samples = self._samples(group, self.whole)
         if self.trusted:
             try:
-                return run(samples, compare=True)
+                return run(samples, True)
             except Exception as error:  # also what it raises for whole tensors, which it will not get
                 refused = error
         try:
-            found = run(samples, compare=not self.trusted)
+            found = run(samples, not self.trusted)
             if self.trusted:
                 self._warn(refused)
             return found
         except Exception as error:
             why = reason(error, f"small tensors of zerox's own, {samples}")
-            way_out = self._way_out(error, group, lambda other: run(other, compare=True))
+            way_out = self._way_out(error, group, lambda other: run(other, True))
             cause = None if isinstance(error, NotElementwise) else error
             raise ValueError(f"{self.name} can't be sharded: it {why}. {way_out}") from cause
 
@@ -302,6 +327,9 @@ class LocalOptimizerRule(Rule):
 
     def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
         return spec.key in self.optimizer_class.kinds(group).keys
+
+    def shape_of(self, spec: StateSpec, shape: Sequence[int]) -> tuple[int, ...] | None:
+        return None if self.optimizer_class.lacks(spec, shape) else super().shape_of(spec, shape)
 
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
         wanted = self.optimizer_class.kinds(group).keys

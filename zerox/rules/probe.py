@@ -12,11 +12,12 @@ another one: norms and factored matrices may be, global sums and random rounding
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class Kinds:
 
     ``step``: how it counts a parameter's updates; None: not at all. ``expected``: keys of state that it does not make
     by itself once a parameter has other state. ``counters``: options of its groups that it changes in a step.
-    ``writes_grads``: it changes ``p.grad``. ``full_at_start``: its constructor makes state.
+    ``writes_grads``: it changes ``p.grad``. ``full_at_start``: its constructor makes state. ``lacking``: by key, of how
+    many dimensions the parameters are for which it does not keep it, though it does for others beside them.
     """
 
     states: tuple[StateSpec, ...] = ()
@@ -84,6 +86,7 @@ class Kinds:
     counters: tuple[str, ...] = ()
     writes_grads: bool = False
     full_at_start: bool = False
+    lacking: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def keys(self) -> set[str]:
@@ -98,6 +101,7 @@ class Found:
     numbers: dict[str, NumberSpec] = field(default_factory=dict)
     counters: dict[str, None] = field(default_factory=dict)
     writes_grads: bool = False
+    lacking: dict[str, frozenset[int]] = field(default_factory=dict)
 
 
 def step_without_global_hooks(optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -126,16 +130,16 @@ def probe(make: Make, samples: Samples, dtype: torch.dtype, device: torch.device
             grads = [grad.to(device, dtype) for grad in drawn]
             for seed, (optimizer, params, own) in enumerate(zip(ranks, pieces, samples.ranks, strict=True)):
                 _step(optimizer, params, [_piece(grads, samples, each) for each in own], seed, found)
-                _look(optimizer, params, number + 1, found)
+                _look(optimizer, params, number + 1, found, is_whole=seed >= samples.num_cutting)
             held, cut = list(zip(ranks, pieces, strict=True)), len(samples.cut)
             if samples.dims:
-                _check_keys(held, found)
+                _find_lacking(held, found, may_lack=not samples.cut)
             if whole is not None:
                 _step(whole, wholes, grads, len(ranks), Found())
                 _compare((whole, wholes[:cut]), held[: samples.num_cutting], found, number + 1, CUT)
                 _compare((whole, wholes[cut:]), held[samples.num_cutting :], found, number + 1, APART)
-        shown = next(rank for rank, params in enumerate(pieces) if params[0].numel() > 1)
-        expected = {key for key in found.states if not _makes_itself(ranks[shown], pieces[shown][0], key)}
+        shown = [(ranks[rank], params[0]) for rank, params in enumerate(pieces) if params[0].numel() > 1]
+        expected = {key for key in found.states if not _makes_itself(*_having(shown, key), key)}
     step = found.numbers.pop(STEP.key, None)
     return Kinds(
         tuple(found.states.values()),
@@ -145,6 +149,7 @@ def probe(make: Make, samples: Samples, dtype: torch.dtype, device: torch.device
         tuple(found.counters),
         found.writes_grads,
         full_at_start,
+        found.lacking,
     )
 
 
@@ -170,7 +175,7 @@ def _step(
         found.counters.update(dict.fromkeys(changed))
 
 
-def _look(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], count: int, found: Found) -> None:
+def _look(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], count: int, found: Found, is_whole: bool) -> None:
     """Learns what the optimizer keeps. Raises NotElementwise for what has no place on a rank."""
     if foreign := [key for key in optimizer.state if not any(key is param for param in params)]:
         raise NotElementwise(f"keeps state under {foreign[0]!r}, which is no parameter")
@@ -178,7 +183,7 @@ def _look(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], count: int
         if param.numel() == 1:  # others show what it keeps
             continue
         for key, value in _state_of(optimizer, param).items():
-            spec = _spec_of(param, key, value)
+            spec = _spec_of(param, key, value, is_whole)
             if spec is None:
                 continue
             known = found.states.get(key) or found.numbers.get(key) or spec
@@ -193,7 +198,8 @@ def _look(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], count: int
                 raise NotElementwise(f"keeps {key!r}, which is {float(value):g} after {count} updates")
 
 
-def _spec_of(param: Tensor, key: Any, value: Any) -> StateSpec | NumberSpec | None:
+def _spec_of(param: Tensor, key: Any, value: Any, is_whole: bool) -> StateSpec | NumberSpec | None:
+    """``is_whole``: the parameter is no piece of one, so there may be less of its state."""
     if value is None:
         return None
     reserved = [spec.key for spec in MASTERS]
@@ -204,19 +210,40 @@ def _spec_of(param: Tensor, key: Any, value: Any) -> StateSpec | NumberSpec | No
     if not isinstance(value, Tensor):
         raise NotElementwise(f"keeps {key!r}, a {type(value).__name__}: only tensors and numbers can be sharded")
     dtype = str(value.dtype).removeprefix("torch.")
+    sums = _sums(value, param) if is_whole and value.layout is torch.strided else None
     if value.numel() == 1 and value.dim() <= 1:
         on_device = value.device.type != "cpu" or param.device.type == "cpu"
         return NumberSpec(key, dtype, None, tuple(value.shape), on_device)
-    if value.shape != param.shape or value.layout is not torch.strided:
+    if (value.shape != param.shape and sums is None) or value.layout is not torch.strided:
+        own = " or with one number for each of its rows or columns" if is_whole else ""
         raise NotElementwise(
             f"keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(param.shape)}: only numbers, "
-            "and state of the parameter's own shape, can be sharded"
+            f"and state of the parameter's own shape{own}, can be sharded"
         )
     if value.device != param.device:
         raise NotElementwise(f"keeps {key!r} on {value.device} for a parameter on {param.device}")
     if value.untyped_storage().data_ptr() == param.untyped_storage().data_ptr():
         raise NotElementwise(f"keeps {key!r}, which is the parameter itself and no copy of it")
-    return StateSpec(key, form=None if value.dtype == param.dtype else Form(dtype, value.itemsize))
+    spec = StateSpec(key, form=None if value.dtype == param.dtype else Form(dtype, value.itemsize))
+    return spec if sums is None else replace(spec, summed=sums.summed, keeps_dims=sums.keeps_dims)
+
+
+def _sums(value: Tensor, param: Tensor) -> StateSpec | None:
+    """Over which dimensions there is one number, as a spec has it; None: over none, or it is of another shape. Sizes of
+    samples differ, so that there is one answer, up to four dimensions."""
+    axes = range(-1, -param.dim() - 1, -1)
+    for count in range(1, param.dim() + 1):
+        for summed in itertools.combinations(axes, count):
+            for keeps_dims in (True, False):
+                spec = StateSpec("", summed=summed, keeps_dims=keeps_dims)
+                if spec.shape_of(param.shape) == tuple(value.shape) != tuple(param.shape):
+                    return spec
+    return None
+
+
+def _having(shown: Sequence[tuple[torch.optim.Optimizer, Tensor]], key: str) -> tuple[torch.optim.Optimizer, Tensor]:
+    """The first of these parameters that has this state."""
+    return next((each for each in shown if _state_of(*each).get(key) is not None), shown[0])
 
 
 def _merge(one: StateSpec | NumberSpec, other: StateSpec | NumberSpec) -> NumberSpec | None:
@@ -250,25 +277,37 @@ def _compare(
     for key in (*found.states, *found.numbers):
         values: list[Any] = [state.get(key) for state in theirs]
         pieces: list[Any] = [state.get(key) for state in ours]
-        check(f"keys ({key!r})", all((value is None) == (values[0] is None) for value in (*values, *pieces)))
-        if values[0] is None:
+        if how == APART:  # one piece is one tensor, which may lack what others have
+            check(f"keys ({key!r})", [value is None for value in values] == [value is None for value in pieces])
+        else:
+            check(f"keys ({key!r})", all((value is None) == (values[0] is None) for value in (*values, *pieces)))
+        values, pieces = ([each for each in some if each is not None] for some in (values, pieces))
+        if not values:
             continue
         if key in found.numbers:
-            check(f"numbers {key!r}", all(_same_numbers(values[0], value) for value in (*values, *pieces)))
+            # Of a tensor that lies whole it may be its own, such as a norm; pieces of one tensor have one.
+            pairs = (
+                zip(values, pieces, strict=True) if how == APART else ((values[0], each) for each in (*values, *pieces))
+            )
+            check(f"numbers {key!r}", all(itertools.starmap(_same_numbers, pairs)))
             continue
-        shapes = [(param.shape, pieces[0].dtype) for param in whole[1]]
-        check(f"shapes of {key!r}", [(value.shape, value.dtype) for value in values] == shapes)
+        shapes = [piece.shape for piece in pieces] if how == APART else [param.shape for param in whole[1]]
+        check(f"shapes of {key!r}", [value.shape for value in values] == shapes)
+        check(f"dtypes of {key!r}", {value.dtype for value in values} == {pieces[0].dtype})
         check(f"values of {key!r}", _same(_flat(values), _flat(pieces)))
 
 
-def _check_keys(held: Iterable[tuple[torch.optim.Optimizer, Sequence[Tensor]]], found: Found) -> None:
-    """Raises NotElementwise for what it keeps for some tensors only: all of a param group have the same keys here."""
+def _find_lacking(held: Iterable[tuple[torch.optim.Optimizer, Sequence[Tensor]]], found: Found, may_lack: bool) -> None:
+    """Learns what it keeps for tensors of some numbers of dimensions only. Raises NotElementwise where they don't
+    decide, for numbers, which all have, and unless it ``may_lack`` state."""
     states = [(param, _state_of(optimizer, param)) for optimizer, params in held for param in params]
     for key in (*found.states, *found.numbers):
         having, others = (
             [p.dim() for p, state in states if (state.get(key) is None) is none] for none in (False, True)
         )
-        if having and others:
+        if having and others and may_lack and key in found.states and set(having).isdisjoint(others):
+            found.lacking[key] = frozenset(others)
+        elif having and others:
             raise NotElementwise(
                 f"keeps {key!r} for a tensor of {having[0]} dimensions and not for one of {others[0]}, in one param "
                 "group: give them groups of their own"

@@ -20,12 +20,24 @@ class StateSpec:
 
     ``signed``: it may be negative, which decides on its 8-bit map. ``when``: the option of a param group that asks for
     it; empty: always. ``form``: how it is always stored; None: as the constructor's ``state_dtype`` says.
+    ``summed``: dimensions, counted from the last as -1, over which there is one number only: of a matrix (-1,) has one
+    for each row. ``keeps_dims``: they stay, as dimensions of 1.
     """
 
     key: str
     signed: bool = False
     when: str = ""
     form: Form | None = None
+    summed: tuple[int, ...] = ()
+    keeps_dims: bool = True
+
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Of what is kept for a parameter of this shape. None: it lacks a dimension that is summed over."""
+        if any(-axis > len(shape) for axis in self.summed):
+            return None
+        axes = [axis % len(shape) for axis in self.summed]
+        sizes = [1 if dim in axes else size for dim, size in enumerate(shape)]
+        return tuple(size for dim, size in enumerate(sizes) if self.keeps_dims or dim not in axes)
 
     def is_wanted(self, group: Mapping[str, Any]) -> bool:
         return not self.when or bool(group[self.when])
@@ -131,6 +143,10 @@ class Rule:
     def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
         """Whether a param group has it."""
         return isinstance(spec, NumberSpec) or spec.is_wanted(group)
+
+    def shape_of(self, spec: StateSpec, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Of this state of a parameter of this shape. None: it has none."""
+        return spec.shape_of(shape)
 
     def wanted_states(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
         """The state of a bucket whose parameters are in these groups."""

@@ -22,7 +22,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
     With ``rest_anew``, state that they lack becomes that of a parameter that was never updated, else it stays. Returns
     the names of state that had to be rounded. The parameter's own value must be there already.
     """
-    own = slice(bucket.own_segments[row].span.start, bucket.own_segments[row].span.stop)
+    own = bucket.own_segments[row].span
     param = bucket.param_of(row)
     parts = {key: part.to(param.device) for key, part in parts.items()}
     rounded: dict[str, None] = {}
@@ -32,12 +32,12 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
         elif rest_anew:
             numbers[row] = 0
     for stored in bucket.state.values():
-        kept, given = stored.part(own), Stored.among(stored.spec, parts)
+        kept, given = bucket.part_of(stored, row), Stored.among(stored.spec, parts)
         if stored.spec in MASTERS:
             continue
         if given is not None:
             bucket.absent.discard((row, stored.spec.key))
-            for piece in pieces(param.numel()):
+            for piece in pieces(kept.values.numel()):
                 if convert_(kept.part(piece), given.part(piece)):
                     rounded[rounding_of(kept)] = None
         elif rest_anew:
@@ -50,7 +50,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
     elif bucket.master is not None and (masters or rest_anew):
         for piece in pieces(param.numel()):
             given_master = {key: part[piece] for key, part in masters.items()}
-            bucket.master.part(own).values[piece] = as_master(bucket.master.spec, param[piece], given_master)
+            bucket.part_of(bucket.master, row).values[piece] = as_master(bucket.master.spec, param[piece], given_master)
     return list(rounded)
 
 
@@ -61,8 +61,7 @@ def rounding_of(kept: Stored) -> str:
 
 def start_anew(bucket: Bucket, row: int, key: str) -> None:
     """Takes away what a row has of this state, once its count of updates is known."""
-    own = bucket.own_segments[row].span
-    bucket.state[key].part(slice(own.start, own.stop)).zero_()
+    bucket.part_of(bucket.state[key], row).zero_()
     if bucket.rule.starts_itself(key) and bucket.steps[row] > 0:
         bucket.absent.add((row, key))
     else:

@@ -11,9 +11,11 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket
 from zerox.memory.forms import decode, master_of
 from zerox.memory.one_param import OneParam
+from zerox.memory.state_layout import StateLayout
 from zerox.memory.stored import Stored
 from zerox.plan.form import FLOAT32, FLOAT64
 from zerox.plan.layout import Segment
+from zerox.plan.span import Span
 from zerox.ranks.dtensors import cuts_of, whole_of
 from zerox.ranks.group import CPU, Ranks
 from zerox.ranks.subgroups import Subgroup, Subgroups
@@ -42,8 +44,9 @@ def full_state(
                     found.setdefault(bucket.members[segment.slot].number, {})[spec.key] = shown
         absent = _absent(bucket, segments, ranks, root)
         for stored in in_full(bucket):
-            shards = ranks.gather(_padded(stored.values, bucket.plan.layout.shard_numel), root)
-            for slot, whole in _assemble(bucket, segments, shards, device) if shards else ():
+            lies = bucket.layout_of(stored)
+            shards = ranks.gather(_padded(stored.values, lies.layout.shard_numel), root)
+            for slot, whole in _assemble(lies, ranks, shards, device) if shards else ():
                 if (slot, stored.spec.key) not in absent and is_shown(bucket, stored, slot):
                     found[bucket.members[slot].number][stored.spec.key] = whole
     if not found:
@@ -79,10 +82,11 @@ def full_state_of(one: OneParam) -> dict[str, Any]:
         found[spec.key] = spec.show(one.from_owner(number, spec.key).cpu()[0])
     own_absent = "\n".join(key for absent_row, key in bucket.absent if absent_row == row)
     absent = {key for said in one.ranks.all_gather_text(own_absent) for key in said.splitlines()}
-    for stored in in_full(bucket, one.own_elements):
-        if stored.spec.key not in absent and stored.spec != MASK:  # which is sparsity.masks()'s
+    for kept in bucket.state.values():  # without a mask, which is sparsity.masks()'s
+        stored = _in_full(bucket, kept, bucket.layout_of(kept).segment(-1 if row is None else row).span)
+        if stored.spec.key not in absent and is_shown(bucket, stored, one.slot):
             own = None if row is None else stored.values
-            local = one.all_gather(own, stored.values.dtype, stored.spec.key)
+            local = one.all_gather(own, stored.values.dtype, stored.spec.key, stored.layout)
             found[stored.spec.key] = whole_of(one.member.param, local)
     return found
 
@@ -131,34 +135,35 @@ def _absent(
     return found
 
 
-def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
-    """The state of the own shard's elements in float32 or float64, in whatever form it is stored.
-
-    ``elements``: some of them, which start with a block; None: all.
-    """
-    elements = slice(0, bucket.param_shard.numel()) if elements is None else elements
+def in_full(bucket: Bucket) -> Iterator[Stored]:
+    """The state of the own shard in float32 or float64, in whatever form it is stored."""
     for stored in bucket.shown_state():
-        part = stored.part(elements)
-        if stored.spec == MASK:
-            yield part
-        elif stored.spec == REMAINDER:
-            yield Stored(MASTER, FLOAT32, master_of(bucket.params_now()[elements], part.values))
-        else:
-            wide = decode(part)
-            form = FLOAT64 if wide.dtype is torch.float64 else FLOAT32
-            yield Stored(stored.spec, form, wide.to(getattr(torch, form.dtype)))
+        yield _in_full(bucket, stored, Span(0, stored.values.numel()))
+
+
+def _in_full(bucket: Bucket, stored: Stored, elements: Span) -> Stored:
+    """Some of it: ``elements`` start with a block."""
+    within = slice(elements.start, elements.stop)
+    part = stored.part(within)
+    if stored.spec == MASK:
+        return part
+    if stored.spec == REMAINDER:
+        return Stored(MASTER, FLOAT32, master_of(bucket.params_now()[within], part.values))
+    wide = decode(part)
+    form = FLOAT64 if wide.dtype is torch.float64 else FLOAT32
+    return Stored(stored.spec, form, wide.to(getattr(torch, form.dtype)), layout=stored.layout)
 
 
 def _assemble(
-    bucket: Bucket, segments: Sequence[Sequence[Segment]], shards: Sequence[Tensor], device: torch.device
+    lies: StateLayout, ranks: Ranks, shards: Sequence[Tensor], device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
     """Whole tensors by slot, from each rank's shard, as the parameters lay when the optimizer was built: they may have
     left since, for another device or another order in memory."""
     wholes = {}
-    for slot, (shape, strides) in enumerate(zip(bucket.buffer.shapes, bucket.buffer.strides, strict=True)):
-        wholes[slot] = torch.empty_strided(shape, strides, dtype=shards[0].dtype, device=device)
-    for own, shard in zip(segments, shards, strict=True):
-        for segment in own:
+    for slot, (shape, strides) in enumerate(zip(lies.shapes, lies.strides, strict=True)):
+        wholes[slot] = torch.empty_strided(shape or (), strides, dtype=shards[0].dtype, device=device)
+    for rank, shard in enumerate(shards):
+        for segment in lies.layout.segments(ranks.shard_of(rank)):
             flat = wholes[segment.slot].as_strided((wholes[segment.slot].numel(),), (1,))
             part = shard[segment.span.start : segment.span.stop]
             flat[segment.param_start : segment.param_start + part.numel()] = part

@@ -18,6 +18,7 @@ from zerox.state.fill import fill_row
 from zerox.state.full_state import full_state_of, show_in_group
 from zerox.state.optimizer_state import OptimizerState
 from zerox.state.row_state import whole_state
+from zerox.state.sliced_state import is_shown
 from zerox.state.state_dict import say_rounded
 
 
@@ -70,17 +71,24 @@ class OneState:
             self.core.gather.write(one.index, one.bucket, one.slot, _round_master(one, master))
             torch.autograd.graph.increment_version(one.member.param)
         if one.own_row is not None:
-            parts = {key: value if key in one.bucket.numbers else one.own_part(value) for key, value in given.items()}
+            parts = {key: self._own_part(one, key, value) for key, value in given.items()}
             # Also a count that stays: an optimizer of torch's kind takes its state anew when numbers were written.
             parts.setdefault(STEP.key, self._steps_with(one, given))
             rounded |= dict.fromkeys(fill_row(one.bucket, one.own_row, parts, rest_anew=False))
         return rounded
 
+    def _own_part(self, one: OneParam, key: str, value: Tensor) -> Tensor:
+        if key in one.bucket.numbers:
+            return value
+        is_by_itself = key in one.bucket.state and one.bucket.state[key].layout is not None
+        return in_memory_order(value) if is_by_itself else one.own_part(value)
+
     def _to_tensors(self, one: OneParam, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """As tensors: whole ones in the parameter's order in memory, numbers of one element. ValueError for others."""
         bucket, group = one.bucket, self.core.groups.param_groups[one.member.group]
         numbers = {STEP.key: bucket.rule.step} | {spec.key: spec for spec in bucket.rule.numbers}
-        states = {key: stored.spec for key, stored in bucket.state.items() if stored.spec not in MASTERS}
+        stored = {key: each for key, each in bucket.state.items() if each.spec not in MASTERS}
+        states = {key: each.spec for key, each in stored.items() if is_shown(bucket, each, one.slot)}
         known: dict[str, NumberSpec | StateSpec] = {**numbers, **states}
         kept = [key for key, spec in known.items() if key == STEP.key or _is_shown(one, spec, group)]
         kept += [MASTER.key] if bucket.master is not None else []
@@ -90,7 +98,9 @@ class OneState:
                 f"{', '.join(kept)}"
             )
         given = {
-            key: _number(one, key, value) if key in numbers else one.take_value(key, value)
+            key: _number(one, key, value)
+            if key in numbers
+            else one.take_value(key, value, stored[key].layout if key in stored else None)
             for key, value in values.items()
         }
         begins = not bucket.rule.keeps_step and STEP.key in given and not given[STEP.key]

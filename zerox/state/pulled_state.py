@@ -21,6 +21,7 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import decode, master_of
 from zerox.memory.mask import Mask, unpack_bits
 from zerox.memory.pages import in_large_pages
+from zerox.memory.state_layout import NOWHERE, StateLayout
 from zerox.memory.stored import SCALE, Stored
 from zerox.optimizer.core import Core
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
@@ -33,6 +34,7 @@ from zerox.state.full_state import show_in_group
 from zerox.state.live_tensor import Live, LiveTensor
 from zerox.state.pulled_tensor import PulledTensor
 from zerox.state.shown_state import ShownState
+from zerox.state.sliced_state import is_shown
 from zerox.state.state_changes import ABSENT, PARAMS, Changing, Params, Places, Window, sharded
 
 PATIENCE_S = 10.0
@@ -66,9 +68,6 @@ class Owner(NamedTuple):
     rank: int
     row: int
     segment: Segment
-
-
-NO_ROW = -1, Segment(-1, Span(0, 0), 0)  # of a parameter that has no elements on this rank
 
 
 class PulledState:
@@ -153,13 +152,13 @@ class PulledState:
         for index, bucket in enumerate(self.core.buckets):
             rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
             for slot, member in enumerate(bucket.members):
-                row, own = rows.get(slot, NO_ROW)
+                row, own = rows.get(slot, (-1, NOWHERE))
                 shown: dict[str, Any] = {}
                 for spec in (bucket.rule.step, *bucket.rule.numbers):
                     shown[spec.key] = self._shown_number(index, slot, row, spec)
                 for stored in bucket.state.values():
-                    if (row, stored.spec.key) not in bucket.absent:
-                        shown[_key_of(stored)] = self._shown_tensor(index, slot, row, own, stored)
+                    if (row, stored.spec.key) not in bucket.absent and is_shown(bucket, stored, slot):
+                        shown[_key_of(stored)] = self._shown_tensor(index, slot, row, stored)
                 if bucket.mask is not None and slot in bucket.mask.slots:
                     shown[MASK.key] = self._shown_mask(index, slot, own, bucket.mask)
                 yield member, shown
@@ -168,17 +167,17 @@ class PulledState:
         """The same for ``optimizer.state``, of one parameter of a bucket, as it is whenever somebody looks. Without
         masks, which nobody writes there. ``row``: this rank's, or -1."""
         bucket, live, place = self.core.buckets[index], dict[str, Any](), (index, slot)
-        own = bucket.own_segments[row] if row >= 0 else NO_ROW[1]
         note = self.shows.state.in_place.append
         for spec in (bucket.rule.step, *bucket.rule.numbers):
             number, dtype = bucket.numbers[spec.key][max(row, 0) : row + 1], getattr(torch, spec.dtype)
             pull = self._later_now(PulledState._number, index, slot, spec.key)
             shown = Live(place, partial(number.to, dtype), pull, note)
             live[spec.key] = LiveTensor((), (), Span(0, number.numel()), shown, dtype, number.device)
-        shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
-        span = Span(own.param_start, own.param_start + own.span.numel)
         for key, stored in bucket.state.items():
-            part = stored.part(slice(own.span.start, own.span.stop))
+            if not is_shown(bucket, stored, slot):
+                continue
+            part, lies = bucket.part_of(stored, row), bucket.layout_of(stored)
+            shape, strides, span = lies.shapes[slot] or (), lies.strides[slot], lies.segment(row).of_param
             wide = partial(_same, part.values) if part.is_wide else partial(_stored, weakref.ref(bucket), row, part)
             pull = self._later_now(PulledState._tensor, index, slot, key)
             shown = Live(place, wide, pull, None if stored.spec in MASTERS else note)
@@ -199,11 +198,10 @@ class PulledState:
         pull = self._later(PulledState._number, index, slot, spec.key)
         return PulledTensor((), (), Span(0, number.numel()), number, pull, number.dtype, number.device)
 
-    def _shown_tensor(self, index: int, slot: int, row: int, own: Segment, stored: Stored) -> PulledTensor:
+    def _shown_tensor(self, index: int, slot: int, row: int, stored: Stored) -> PulledTensor:
         bucket = self.core.buckets[index]
-        span = Span(own.param_start, own.param_start + own.span.numel)
-        part = stored.part(slice(own.span.start, own.span.stop))
-        shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
+        part, lies = bucket.part_of(stored, row), bucket.layout_of(stored)
+        shape, strides, span = lies.shapes[slot] or (), lies.strides[slot], lies.segment(row).of_param
         params = bucket.param_of(row) if stored.spec == REMAINDER and row >= 0 else None
         values = part.values if part.is_wide else partial(_widen, part, params)
         pull = self._later(PulledState._tensor, index, slot, stored.spec.key)
@@ -214,11 +212,10 @@ class PulledState:
 
     def _shown_mask(self, index: int, slot: int, own: Segment, mask: Mask) -> PulledTensor:
         buffer = self.core.buckets[index].buffer
-        span = Span(own.param_start, own.param_start + own.span.numel)
         kept = partial(mask.kept, own.span.start, own.span.stop)
         pull = self._later(PulledState._mask, index, slot)
         shape, strides = buffer.shapes[slot], buffer.strides[slot]
-        return PulledTensor(shape, strides, span, kept, pull, torch.bool, mask.bits.device)
+        return PulledTensor(shape, strides, own.of_param, kept, pull, torch.bool, mask.bits.device)
 
     def _later(self, method: Callable[..., T], *what: Any) -> Callable[[], T]:
         """A read of the state that there is now, by whoever asks for it later."""
@@ -270,7 +267,8 @@ class PulledState:
     def _tensor(self, version: int, index: int, slot: int, key: str) -> Tensor:
         bucket = self.core.buckets[index]
         stored = bucket.state[key]
-        shape, strides = bucket.buffer.shapes[slot], bucket.buffer.strides[slot]
+        lies = bucket.layout_of(stored)
+        shape, strides = lies.shapes[slot] or (), lies.strides[slot]
         whole = in_large_pages(torch.empty_strided(shape, strides, dtype=stored.wide, device=CPU))
         flat = whole.as_strided((whole.numel(),), (1,))
         is_wide = stored.is_wide
@@ -278,8 +276,8 @@ class PulledState:
         number = self._await_params(version) if is_remainder else 0
         params = self._own_params(index, slot) if is_remainder and sharded(self.core.gather) is None else None
         for owner in self._owners_of(index, slot):
-            own = owner.segment.span
-            span = Span(owner.segment.param_start, owner.segment.param_start + own.numel)
+            segment = owner.segment if stored.layout is None else self._segment_of(owner, lies)
+            own, span = segment.span, segment.of_param
             into = flat[span.start : span.stop]
             values = into if is_wide else _empty_as(stored.values, own.numel)
             self._read(owner.rank, version, index, key, own.start, values)
@@ -333,6 +331,10 @@ class PulledState:
                     found[segment.slot].append(Owner(rank, row, segment))
             self._owners[index] = found
         return self._owners[index][slot]
+
+    def _segment_of(self, owner: Owner, lies: StateLayout) -> Segment:
+        """What it has of state that lies by itself."""
+        return lies.layout.segments(self.core.ranks.shard_of(owner.rank))[owner.row]
 
     def _read(self, rank: int, version: int, index: int, key: str, start: int, into: Tensor) -> None:
         """Elements from ``start`` on of what a rank has of a bucket under this key, into the host's memory."""

@@ -31,6 +31,7 @@ from zerox.ranks.group import Ranks
 from zerox.state.dcp_request import is_asked_by_dcp
 from zerox.state.live_tensor import Live, LiveTensor
 from zerox.state.row_state import own_state
+from zerox.state.sliced_state import is_shown
 
 Entry = dict[str, Any]
 
@@ -227,7 +228,7 @@ class ShownState:
         for index, bucket in enumerate(buckets):
             rows = {segment.slot: row for row, segment in enumerate(bucket.own_segments)}
             for slot, member in enumerate(bucket.members):
-                views[member.param] = partial(_views, bucket, rows.get(slot, -1))
+                views[member.param] = partial(_views, bucket, slot, rows.get(slot, -1))
                 if live is not None:
                     whole[member.param] = partial(live, index, slot, rows.get(slot, -1))
             order += [member for slot, member in enumerate(bucket.members) if live is not None or slot in rows]
@@ -326,10 +327,11 @@ def _put_there_for(state: Mapping[Any, Any], param: Any) -> Any:
     return dict.get(state, param) if isinstance(state, dict) else state.get(param)
 
 
-def _views(bucket: Bucket, row: int) -> Entry:
+def _views(bucket: Bucket, slot: int, row: int) -> Entry:
     """Of a parameter that has no elements here, a stand-in."""
     if row >= 0:
         return dict(bucket.views_of(row))
     numbers = {key: torch.full((), math.nan, dtype=torch.float32, device="cpu") for key in bucket.numbers}
-    kept = {key: values for stored in bucket.state.values() for key, values in stored.tensors().items()}
+    shown = (stored for stored in bucket.state.values() if is_shown(bucket, stored, slot))
+    kept = {key: values for stored in shown for key, values in stored.tensors().items()}
     return {**numbers, **{key: values.new_empty(0) for key, values in kept.items()}}

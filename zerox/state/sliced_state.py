@@ -12,7 +12,6 @@ from zerox.memory.forms import decode
 from zerox.memory.stored import SCALE, Stored
 from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
-from zerox.plan.layout import Segment
 from zerox.plan.span import Span
 from zerox.rules import rule
 from zerox.sliced_tensor import SlicedTensor
@@ -42,29 +41,28 @@ def sliced_state(
     nowhere in it: see :func:`whole_form`.
     """
     shown = list(bucket.shown_state() if kept is None else kept)
-    rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
-    elsewhere = -1, Segment(-1, Span(0, 0), 0)
+    rows = {segment.slot: row for row, segment in enumerate(bucket.own_segments)}
     for slot, member in enumerate(bucket.members):
-        row, segment = rows.get(slot, elsewhere)
+        row = rows.get(slot, -1)
         state = {}
         for key, numbers in bucket.numbers.items():
             number = numbers[row : row + 1] if slot in rows else numbers[:0]
             state[key] = SlicedTensor((), (), Span(0, number.numel()), number)
-        shape, strides, cut = bucket.buffer.shapes[slot], bucket.buffer.strides[slot], member.cut
-        span = Span(segment.param_start, segment.param_start + segment.span.numel)
-        own = slice(segment.span.start, segment.span.stop)
         for stored in shown:
-            part, key = stored.part(own), stored.spec.key
+            key, lies = stored.spec.key, bucket.layout_of(stored)
             if (row, key) in bucket.absent or not is_shown(bucket, stored, slot):
                 continue
-            state[key] = SlicedTensor(shape, strides, span, part.values, cut)
+            part, span = bucket.part_of(stored, row), lies.segment(row).of_param
+            state[key] = SlicedTensor(lies.shapes[slot] or (), lies.strides[slot], span, part.values, member.cut)
             if part.scales is not None:
                 state[key + SCALE] = scales_like(member, span, part.scales)
         yield member, state
 
 
 def is_shown(bucket: Bucket, stored: Stored, slot: int) -> bool:
-    """A mask is of some of a bucket's parameters."""
+    """A mask, and what a class keeps for some numbers of dimensions only, are of some of a bucket's parameters."""
+    if stored.layout is not None:
+        return stored.layout.shapes[slot] is not None
     return stored.spec != rule.MASK or (bucket.mask is not None and slot in bucket.mask.slots)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import decode
 from zerox.memory.row_table import SPARSE
+from zerox.memory.state_layout import row_major
 from zerox.memory.stored import SCALE, Stored, form_of
 from zerox.options import DIVISOR, OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
+from zerox.plan.state_layout import Shape
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
@@ -180,7 +183,9 @@ def _known_numels(rule: Rule, member: Member) -> dict[str, int]:
     """The number of elements of all that a parameter's state may have, by key."""
     numel = member.param.numel()
     found = {STEP: 1} | {spec.key: 1 for spec in rule.numbers}
-    found |= {spec.key: numel for spec in (*rule.states, *MASTERS, MASK)}
+    shapes = {spec.key: rule.shape_of(spec, member.param.shape) for spec in rule.states}
+    found |= {key: math.prod(shape) for key, shape in shapes.items() if shape is not None}
+    found |= {spec.key: numel for spec in (*MASTERS, MASK)}
     return found | {spec.key + SCALE: num_blocks(numel) for spec in rule.states}
 
 
@@ -234,7 +239,8 @@ def _check_mask(bucket: Bucket, member: Member, state: Mapping[str, Any]) -> Non
 def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
     """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     rule, member = bucket.rule, bucket.members[slot]
-    strides = bucket.buffer.strides[slot]  # the parameter itself may lie anywhere by now
+    shape = tuple(bucket.buffer.shapes[slot])
+    lies = shape, bucket.buffer.strides[slot]  # the parameter itself may lie anywhere by now
     found, specs = {}, _specs(rule)
     numbers = {STEP, *(spec.key for spec in rule.numbers)}
     if cuts_of(member.param):
@@ -242,11 +248,15 @@ def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> d
     for key in _known_numels(rule, member):
         if state.get(key) is not None:
             scales = key.endswith(SCALE)
+            value = _tensor(state[key])
+            own = rule.shape_of(specs[key], shape) if key in specs else shape
+            if own is not None and own != shape:
+                found[key] = _part(member, key, value, _all_of(own, span), (own, row_major(own)), False)
+                continue
             wanted = WHOLE_NUMBER if key in numbers else blocks_of(span) if scales else span
             is_shaped = not scales and key not in numbers
-            value = _tensor(state[key])
             is_coded = key in specs and form_of(specs[key], value.dtype).scaled
-            found[key] = _part(member, key, value, wanted, strides if is_shaped else None, is_coded)
+            found[key] = _part(member, key, value, wanted, lies if is_shaped else None, is_coded)
     if found and STEP not in found and not rule.keeps_step:
         found[STEP] = torch.ones(1, dtype=torch.int64, device="cpu")
     return found
@@ -266,10 +276,15 @@ def _cut(rule: Rule, member: Member, state: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
+def _all_of(shape: Shape, span: Span) -> Span:
+    """Of state of its own shape, where this rank has these elements of the parameter: all or none."""
+    return Span(0, math.prod(shape) if span.numel else 0)
+
+
 def _part(
-    member: Member, key: str, value: Tensor, span: Span, strides: tuple[int, ...] | None, is_coded: bool
+    member: Member, key: str, value: Tensor, span: Span, lies: tuple[Shape, Shape] | None, is_coded: bool
 ) -> Tensor:
-    """``strides``: of the parameter, if the value has its shape. ``is_coded``: in blocks."""
+    """``lies``: the shape and strides of the whole, if it has them. ``is_coded``: in blocks."""
     if isinstance(value, SlicedTensor):
         if span.numel and not (value.start <= span.start and span.stop <= value.span.stop):
             raise ValueError(
@@ -277,16 +292,16 @@ def _part(
                 f"its {key} it has elements {value.start} to {value.span.stop}, and this rank needs {span.start} to "
                 f"{span.stop}. {OF_ONE_RANK}"
             )
-        if strides is not None and value.part[1] != strides:
+        if lies is not None and value.part[1] != lies[1]:
             raise ValueError(_other_format(member))
         return value.own[max(0, span.start - value.start) :][: span.numel]
     value = value.detach()
-    if strides is not None:
-        value = value.reshape(member.local.shape)
-        if value.stride() != strides:
+    if lies is not None:
+        value = value.reshape(lies[0])
+        if value.stride() != lies[1]:
             if is_coded:  # its blocks are of other elements
                 raise ValueError(_other_format(member))
-            value = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+            value = torch.empty_strided(*lies, dtype=value.dtype, device=value.device).copy_(value)
         value = value.as_strided((value.numel(),), (1,))
     return value.reshape(-1)[span.start : span.stop]
 

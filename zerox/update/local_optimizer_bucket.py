@@ -226,7 +226,12 @@ class LocalOptimizerBucket:
         if value is None or key == STEP.key:  # the bucket counts by itself
             return value
         if key in self.bucket.state:
-            place = self._place(row, key)
+            place = self._place(row, key) if self._has(row, key) else None
+            if place is None:
+                raise RuntimeError(
+                    f"{self.rule.name} began to keep {key!r} for a parameter of {tuple(self.params[row].param.shape)}, "
+                    "and kept none for such parameters when it was tried"
+                )
             if value.shape != place.shape or value.dtype != place.dtype:
                 raise RuntimeError(
                     f"{self.rule.name} made {key!r} of {tuple(value.shape)} and {value.dtype} for a parameter of "
@@ -247,6 +252,8 @@ class LocalOptimizerBucket:
             state: State = self.optimizer.state.get(each.param) or {}
             kinds = self._kinds_of(index)
             for spec in kinds.states if self.bucket.steps[index] > 0 else ():
+                if not self._has(index, spec.key):
+                    continue
                 if spec.key not in state and state and spec.key in kinds.expected:
                     self.bound[index][spec.key] = state[spec.key] = self._place(index, spec.key)
                 elif spec.key not in state:
@@ -257,7 +264,7 @@ class LocalOptimizerBucket:
         kinds = self._kinds_of(row)
         found: State = {}
         for state in kinds.states:
-            if (row, state.key) not in self.bucket.absent:
+            if (row, state.key) not in self.bucket.absent and self._has(row, state.key):
                 found[state.key] = self._place(row, state.key)
         for number in kinds.numbers:
             value = self._number(row, number.key)
@@ -271,9 +278,16 @@ class LocalOptimizerBucket:
     def _kinds_of(self, row: int) -> Kinds:
         return self.kinds[self.groups.index(self.params[row].group)]
 
+    def _has(self, row: int, key: str) -> bool:
+        """Whether the class keeps this for a parameter of so many dimensions."""
+        layout = self.bucket.state[key].layout
+        return layout is None or layout.shapes[self.bucket.own_segments[row].slot] is not None
+
     def _place(self, row: int, key: str) -> Tensor:
-        each = self.params[row]
-        return each.view(self.bucket.state[key].values[each.start : each.stop])
+        stored, each = self.bucket.state[key], self.params[row]
+        if stored.layout is None:
+            return each.view(stored.values[each.start : each.stop])
+        return stored.layout.view(self.bucket.own_segments[row].slot, self.bucket.part_of(stored, row).values)
 
     def _number(self, row: int, key: str) -> Tensor:
         """A view."""
