@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zerox.memory.bucket import Member
+from zerox.memory.flat import dense_strides
 from zerox.memory.mask import stands_for
 from zerox.memory.row_table import check_ranks, check_tables, is_sparse
 from zerox.optimizer.given import chosen_by, given_params
@@ -28,6 +29,7 @@ from zerox.plan.rank_bytes import (
     flow_of,
     fullest_rank,
     heaviest_shard,
+    owned_places,
     parameter_bytes,
     peak_of,
     slowest_rank,
@@ -37,7 +39,9 @@ from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.ranks.exchange import default_exchange
 from zerox.ranks.process_group import ALONE, check_group, choose_group
 from zerox.ranks.subgroups import OF_GROUP
+from zerox.rules.muon import MUON
 from zerox.rules.of_groups import Rules
+from zerox.update.matrices import most_bytes
 
 BACKENDS = ("gloo", "nccl")
 
@@ -71,7 +75,7 @@ def estimate(
     ``peak_of_construction`` is there for parameters on meta. With ``optimizer_class=`` it is for ShardedOptimizer, and
     ``peak`` lacks what the class's own step() allocates for a bucket at a time. With ``whole=``, and of Muon's
     matrices, it is of the rank that owns most, ``fullest_rank``; ``slowest_over_mean`` says how even their work is, and
-    ``peak`` lacks what Muon's step() and its all-to-all over NCCL allocate. With ``exchange="native"`` over gloo
+    ``peak`` lacks what Muon's all-to-all over NCCL allocates. With ``exchange="native"`` over gloo
     ``peak`` lacks the copies that gloo makes: one to three buckets. Gradients of tables (``sparse=True`` in a param
     group) are not in it, since they are as large as what batches name. Raises as the constructor does for ``params``
     and ``options``, and ValueError for arguments of its own.
@@ -94,7 +98,7 @@ def estimate(
     plan = training.plan()
     site = dataclasses.replace(training.site(), shard=heaviest_shard(plan))
     most_open = training.most_open(plan, options.get("model"), options.get("init"))
-    return _summed(plan, site, chosen.resident_mb, masked, of_own, most_open)
+    return _summed(plan, site, chosen.resident_mb, masked, of_own, most_open, training.update_bytes(plan, site))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +231,12 @@ class _Training:
         near = ranks.near if on_host and self.exchange == "direct" else 1
         return Site(self.chosen.stage_plan, self.backend, ranks.world_size, near, on_host, self.exchange, ranks.mesh)
 
+    def update_bytes(self, plan: Plan, site: Site) -> int:
+        """That the update of the matrices of the ``site``'s shard allocates."""
+        own = [self.ours[place] for place in owned_places(plan, site.shard)]
+        of_muon = [(local_of(each), group) for _, each, group in own if self.rules.of(group) is MUON]
+        return most_bytes([(each.shape, dense_strides(each), group) for each, group in of_muon], site.on_host)
+
     def most_open(self, plan: Plan, model: torch.nn.Module | None, init: Init | None) -> int | None:
         """Bytes of buckets that are whole at a time while parameters on meta get their values. Raises as there."""
         members = [Member(name, tensor, place, place) for place, (name, tensor, _) in enumerate(self.ours)]
@@ -247,8 +257,10 @@ def _summed(
     masked: Collection[int],
     of_own: MemoryBytes,
     open_bytes: int | None,
+    update: int,
 ) -> MemoryBytes:
-    """``of_own``: of parameters that are each rank's own. ``open_bytes``: of most_open()."""
+    """``of_own``: of parameters that are each rank's own. ``open_bytes``: of most_open(). ``update``: of
+    update_bytes()."""
     flows = [flow_of(each, site) for each in plan.trained]
     parameters = parameter_bytes(plan, site, resident_mb)
     master, moments = state_bytes(plan, site, masked)
@@ -265,8 +277,8 @@ def _summed(
         exchange=2 * max(buffers, default=0),
         local_gradients=sum(local),
         typical_local_gradients=max(local, default=0) if site.shards_grads else sum(local),
-        peak=lasting + peak_of(flows, site, keeps_up=False),
-        typical_peak=lasting + peak_of(flows, site, keeps_up=True),
+        peak=lasting + max(peak_of(flows, site, keeps_up=False), gradients + update),
+        typical_peak=lasting + max(peak_of(flows, site, keeps_up=True), gradients + update),
         peak_of_construction=0
         if open_bytes is None
         else of_own.parameters + max(filled, parameters + master + moments),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.memory.bucket import GradPart
 
 Divisor = float | None  # a group's gradient_divisor; None: the number of ranks
 
@@ -117,14 +116,14 @@ class GradScale:
         """The segments that take part in the step; the host need not know whether it is skipped."""
         return present if self.finite is None else present * self.finite
 
-    def clamp(self, part: GradPart, bucket: int) -> GradPart:
+    def clamp(self, grad: Tensor, bucket: int) -> Tensor:
         """After clip_grad_value_(): a scaled copy, in float32 or wider, with no element above the limit."""
         if self.requested.limit is None:
-            return part
-        wide = part.grad if part.grad.dtype is torch.float64 else part.grad.float()
+            return grad
+        wide = grad if grad.dtype is torch.float64 else grad.float()
         value = self.of(bucket)
         scaled = wide if value is None else wide * value
-        return part._replace(grad=scaled.clamp(-self.requested.limit, self.requested.limit))
+        return scaled.clamp(-self.requested.limit, self.requested.limit)
 
     def remaining_factor(self, bucket: int) -> Tensor | None:
         """What clamp() has not multiplied by yet."""

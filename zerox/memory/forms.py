@@ -6,6 +6,8 @@ table, each of which starts with a block.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def decode(stored: Stored) -> Tensor:
 
 def decode_with(spec: StateSpec, codes: Tensor, scales: Tensor) -> Tensor:
     """The same with a scale for each element."""
-    return torch.tensor(_map_of(spec), device=codes.device)[codes.to(torch.int64)] * scales
+    return _map_on(codes.device, spec.signed)[codes.to(torch.int64)] * scales
 
 
 def convert_(own: Stored, given: Stored) -> bool:
@@ -58,6 +60,12 @@ def same_values(first: Tensor, second: Tensor) -> Tensor:
 
 def _map_of(spec: StateSpec) -> tuple[float, ...]:
     return SIGNED_MAP if spec.signed else UNSIGNED_MAP
+
+
+@functools.cache
+def _map_on(device: torch.device, signed: bool) -> Tensor:
+    """float32. An accelerator is waited for where it is made."""
+    return torch.tensor(SIGNED_MAP if signed else UNSIGNED_MAP, device=device)
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:

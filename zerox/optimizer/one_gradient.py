@@ -76,7 +76,7 @@ class OneGradient:
     def _as_step_sees(self, one: OneParam, grad: Tensor) -> Tensor:
         """Elements of a gradient with what calls after backward left for step(), in the dtype of its arithmetic."""
         scale = self.core.calls.scale
-        grad = scale.clamp(GradPart(grad, 0, 0, one.bucket.segments[:0]), one.index).grad
+        grad = scale.clamp(grad, one.index)
         left = scale.remaining_factor(one.index)
         in_own_dtype = one.bucket.rule.on_host and one.bucket.master is None  # a class of torch's kind without masters
         grad = grad.to(one.bucket.buffer.flat.dtype if in_own_dtype else one.wide)

@@ -60,6 +60,17 @@ def heaviest_shard(plan: Plan) -> int:
     return numels.index(max(numels))
 
 
+def owned_places(plan: Plan, shard: int) -> list[int]:
+    """The parameters that lie whole in this shard."""
+    buckets = [each.bucket for each in plan.trained if each.bucket.layout.owners is not None]
+    return [
+        place
+        for bucket in buckets
+        for place, owner in zip(bucket.params, bucket.layout.owners or (), strict=True)
+        if owner == shard % bucket.layout.world_size
+    ]
+
+
 def fullest_rank(plan: Plan, site: Site) -> int | None:
     """The rank that has the ``site``'s shard of each bucket. None: no parameters have owners, so all have as much."""
     if site.world_size == 1 or all(bucket.layout.owners is None for bucket in plan.buckets):

@@ -7,12 +7,14 @@ those of torch.optim.Muon. ``split_sizes`` and ``num_heads`` are zerox's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from zerox.plan.form import BLOCK_NUMEL
 from zerox.plan.owners import newton_schulz_cost
 from zerox.plan.span import Span
 from zerox.rules.rule import Rule, StateSpec, check_flags, check_switches, holds, is_not_negative
@@ -30,13 +32,16 @@ class Matrix(NamedTuple):
     columns: int
 
     @property
+    def numel(self) -> int:
+        return self.rows.numel * self.columns
+
+    @property
     def cost(self) -> int:
         return newton_schulz_cost(self.rows.numel, self.columns)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """A view ``[rows, columns]`` of one that has the parameter's shape."""
-        each = tensor if self.stack is None else tensor[self.stack]
-        return each if self.rows.numel == each.shape[0] else each[self.rows.start : self.rows.stop]
+    def start(self, strides: Sequence[int]) -> int:
+        """Its first element in the parameter's memory."""
+        return (self.stack or 0) * strides[0] + self.rows.start * strides[-2]
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[Matrix]:
@@ -49,6 +54,21 @@ def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[Matrix]:
         end += size
     stacks = range(shape[0]) if len(shape) == 3 else (None,)
     return [Matrix(stack, span, columns) for stack in stacks for span in spans]
+
+
+def in_runs(
+    shape: Sequence[int], strides: Sequence[int], group: Mapping[str, Any]
+) -> Iterator[tuple[Span, list[Matrix]]]:
+    """The matrices of a parameter, as few at a time as share no block of its memory with others: one, where its
+    elements are a multiple of a block's; all of them, where they don't lie one behind the other."""
+    matrices = matrices_of(shape, group)
+    ends = list(accumulate(each.numel for each in matrices))
+    are_in_order = [each.start(strides) for each in matrices] == [0, *ends[:-1]]
+    first = start = 0
+    for number, end in enumerate(ends, 1):
+        if number == len(ends) or (are_in_order and end % BLOCK_NUMEL == 0):
+            yield Span(start, end), matrices[first:number]
+            first, start = number, end
 
 
 def rate(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:

@@ -119,7 +119,7 @@ class LocalOptimizerUpdate:
             with Range("update", index):
                 local.prepare(options, kinds)
                 parts, present = self._gradients(index)
-                parts = [self.grad_scale.clamp(part, index) for part in parts]
+                parts = [part._replace(grad=self.grad_scale.clamp(part.grad, index)) for part in parts]
                 bucket = self.buckets[index]
                 if local.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +14,25 @@ from zerox.grads.grad_scale import GradScale
 from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket
 from zerox.memory.forms import follow_, master_of, remainder_of, split_param
-from zerox.rules.muon import MUON, Matrix, matrices_of, rate
+from zerox.plan.span import Span
+from zerox.rules.muon import MUON, Matrix, in_runs, rate
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASTER
 from zerox.update.momentum import average
-from zerox.update.newton_schulz import Iteration, orthogonalize
+from zerox.update.newton_schulz import Iteration, bytes_of, orthogonalize
 
 CHECKED = ("maximize", *(name for name in MUON.defaults if name != "lr"))  # what users may change between steps
-AT_ONCE = 2**26  # elements whose directions are there at a time, in 2 bytes each
+AT_ONCE = 2**24  # elements whose products are made together on an accelerator: these take longer than their launches
+PIECE = 2**18  # elements that all other arithmetic takes at a time, on a CPU: its temporaries stay in the cache
+PIECE_OF_DEVICE = 2**22  # on an accelerator, where each operator is a launch
+PIECE_BYTES = 32  # of an element of a piece: temporaries, most where a master is a remainder
+
+Kind = tuple[Iteration, torch.Size, tuple[int, ...]]  # matrices of one kind go together
 
 
 class Own(NamedTuple):
-    """A parameter of this rank: elements ``[start, stop)`` of its bucket's shard. ``number``: of all parameters."""
+    """A parameter of this rank: elements ``[start, stop)`` of its bucket's shard. ``number``: of all parameters.
+    ``segments``: for kernels, by first and last element."""
 
     bucket: Bucket
     row: int
@@ -35,30 +42,36 @@ class Own(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     group: int
+    segments: dict[tuple[int, int], Tensor]
 
-    def shaped(self, values: Tensor) -> Tensor:
-        """A view of its elements, 1-D in memory order, in its shape."""
-        return values.as_strided(self.shape, self.strides)
+    def elements(self, span: Span) -> slice:
+        """Of the shard."""
+        return slice(self.start + span.start, self.start + span.stop)
 
-    def part(self, shard: Tensor) -> Tensor:
-        return shard[self.start : self.stop]
+    def segments_of(self, span: Span) -> Tensor:
+        """These of its elements, for a kernel. They are made once: an accelerator is waited for."""
+        key = span.start, span.stop
+        if key not in self.segments:
+            row = [0, span.numel, 0, self.number, span.start]
+            self.segments[key] = torch.tensor([row], dtype=torch.int64, device=self.bucket.device)
+        return self.segments[key]
 
 
 class Due(NamedTuple):
-    """One of them that has a gradient, 1-D in memory order."""
+    """Matrices of one of them, which has a gradient: the ``span`` of its elements in memory, and the gradient of these.
+    ``clamp`` is to be called first, then ``scale`` multiplies."""
 
     own: Own
+    span: Span
+    matrices: Sequence[Matrix]
     grad: Tensor
+    clamp: Callable[[Tensor], Tensor]
     scale: Tensor | None
 
-
-class Begun(NamedTuple):
-    """A matrix of the parameter at this ``place`` among those that are updated together."""
-
-    place: int
-    matrix: Matrix
-    by: Iteration
-    direction: Tensor
+    def view(self, matrix: Matrix, values: Tensor) -> Tensor:
+        """One of its matrices in ``values`` ``[span.numel]``."""
+        start = matrix.start(self.own.strides) - self.span.start
+        return values[start:].as_strided((matrix.rows.numel, matrix.columns), self.own.strides[-2:])
 
 
 class MatrixUpdate:
@@ -84,15 +97,17 @@ class MatrixUpdate:
 
     def update(self, run: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """One step of these buckets. The host waits for the device, to learn which parameters have gradients."""
-        due = sorted(self._due(run), key=lambda each: (each.own.group, each.own.shape, each.own.strides))
-        for some in _at_most(due, AT_ONCE):
-            update(some, groups)
+        due = sorted(self._due(run, groups), key=lambda each: (each.own.group, each.own.shape, each.own.strides))
+        rates = {index: float(groups[index]["lr"]) for index in {each.own.group for each in due}}  # which may wait
+        for some in _at_most(due, 0 if self.grads.ranks.device.type == "cpu" else AT_ONCE):
+            for by, places, directions in _begun(some, groups):
+                _end(places, orthogonalize(directions, by), groups, rates)
 
     def regroup(self) -> None:
         """Parameters are in other groups."""
         self.owned.clear()
 
-    def _due(self, run: Sequence[int]) -> Iterator[Due]:
+    def _due(self, run: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> Iterator[Due]:
         parts_of = [self.grads.parts(index) for index in run]  # first: whole gradients are looked at here
         presents = [self.grad_scale.present(self.grads.present(index)) for index in run]
         has_gradient = torch.cat(presents).tolist()
@@ -100,12 +115,13 @@ class MatrixUpdate:
         for index, parts, present in zip(run, parts_of, presents, strict=True):
             bucket, owned = self.buckets[index], self._owned(index)
             for part in parts:
-                clamped, scale = self.grad_scale.clamp(part, index), self.grad_scale.remaining_factor(index)
+                clamp, scale = partial(self.grad_scale.clamp, bucket=index), self.grad_scale.remaining_factor(index)
                 for row in range(part.first_row, part.first_row + part.segments.shape[0]):
                     own = owned[row]
                     if has_gradient[first_of_bucket + row] and own.stop > own.start:
-                        grad = clamped.grad[own.start - part.start : own.stop - part.start]
-                        yield Due(own, grad, scale)
+                        grad = part.grad[own.start - part.start : own.stop - part.start]
+                        for span, matrices in in_runs(own.shape, own.strides, groups[own.group]):
+                            yield Due(own, span, matrices, grad[span.start : span.stop], clamp, scale)
             bucket.steps += present
             first_of_bucket += len(owned)
 
@@ -120,7 +136,7 @@ def _own(bucket: Bucket, row: int) -> Own:
     slot, span = bucket.own_segments[row].slot, bucket.own_segments[row].span
     member, shape, strides = bucket.members[slot], tuple(bucket.buffer.shapes[slot]), bucket.buffer.strides[slot]
     assert span.numel == math.prod(shape), f"'{member.name}' does not lie whole on this rank"
-    return Own(bucket, row, member.number, span.start, span.stop, shape, strides, member.group)
+    return Own(bucket, row, member.number, span.start, span.stop, shape, strides, member.group, {})
 
 
 def _at_most(due: Sequence[Due], numel: int) -> Iterator[list[Due]]:
@@ -137,52 +153,92 @@ def _at_most(due: Sequence[Due], numel: int) -> Iterator[list[Due]]:
         yield run
 
 
-def update(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Momentum, Newton-Schulz of equal matrices together, and the parameters with their masters."""
-    rates = {index: float(groups[index]["lr"]) for index in {each.own.group for each in due}}  # which may wait
-    inside: list[Begun] = []
-    for place, each in enumerate(due):
+def _piece_numel(on_host: bool) -> int:
+    return PIECE if on_host else PIECE_OF_DEVICE
+
+
+def most_bytes(params: Iterable[tuple[Sequence[int], Sequence[int], Mapping[str, Any]]], on_host: bool) -> int:
+    """That are allocated at a time at the most, to update parameters of these shapes, strides and groups."""
+    most = total = 0
+    for shape, strides, group in params:
+        for span, matrices in in_runs(shape, strides, group):
+            directions = 2 * span.numel
+            total += span.numel
+            products = max(bytes_of(each.rows.numel, each.columns) - 2 * each.numel for each in matrices)
+            copied = directions if len(matrices) > 1 else 0
+            pieces = PIECE_BYTES * min(span.numel, _piece_numel(on_host))
+            most = max(most, directions + max(products, copied, pieces))
+    return most if on_host else max(most, 8 * min(total, AT_ONCE))  # also a batch of zeros, in _is_alike_in_batch()
+
+
+def _begun(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """After the momentum took the gradients, by kind: how matrices are made orthogonal, which, and their directions in
+    a list that nothing else refers to."""
+    kinds: dict[Kind, tuple[list[tuple[Due, Matrix]], list[Tensor]]] = {}
+    for each in due:
         group = groups[each.own.group]
         by = Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
-        direction = each.own.shaped(_direction(each, group))
-        for matrix in matrices_of(each.own.shape, group):
-            inside.append(Begun(place, matrix, by, matrix.of(direction).to(torch.bfloat16, copy=True)))
-    found: list[list[tuple[Matrix, Tensor]]] = [[] for _ in due]
-    for (by, *_), alike in groupby(sorted(inside, key=_kind), key=_kind):
-        places, matrices, _, directions = zip(*alike, strict=True)
-        for place, matrix, direction in zip(places, matrices, orthogonalize(directions, by), strict=True):
-            found[place].append((matrix, direction))
-    for each, orthogonal in zip(due, found, strict=True):
-        _apply(each.own, orthogonal, groups[each.own.group], rates[each.own.group])
+        for matrix, direction in zip(each.matrices, _directions(each, group), strict=True):
+            kind = by, direction.shape, direction.stride()
+            places, directions = kinds.setdefault(kind, ([], []))
+            places.append((each, matrix))
+            directions.append(direction)
+        del direction
+    for (by, *_), (places, directions) in kinds.items():
+        yield by, places, directions
 
 
-def _kind(begun: Begun) -> tuple[Any, ...]:
-    """Those of one kind go together."""
-    return begun.by, tuple(begun.direction.shape), begun.direction.stride()
+def _directions(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
+    """bfloat16, of each matrix."""
+    direction = torch.empty(due.span.numel, dtype=torch.bfloat16, device=due.grad.device)
+    most = _piece_numel(direction.is_cpu)
+    for start in range(0, due.span.numel, most):
+        stop = min(start + most, due.span.numel)
+        direction[start:stop] = _direction(due, start, stop, group)
+    if len(due.matrices) == 1:
+        return [due.view(due.matrices[0], direction)]
+    return [due.view(matrix, direction).to(torch.bfloat16, copy=True) for matrix in due.matrices]
 
 
-def _direction(due: Due, group: Mapping[str, Any]) -> Tensor:
-    """After the momentum took the gradient: what is made orthogonal, in the momentum's precision, 1-D."""
-    own = due.own
-    stored = own.bucket.state["momentum_buffer"].part(slice(own.start, own.stop))
-    grad = due.grad.to(stored.wide)
+def _direction(due: Due, start: int, stop: int, group: Mapping[str, Any]) -> Tensor:
+    """Of these of its elements, in the momentum's precision, once that has taken the gradient."""
+    own, span = due.own, Span(due.span.start + start, due.span.start + stop)
+    stored = own.bucket.state["momentum_buffer"].part(own.elements(span))
+    grad = due.clamp(due.grad[start:stop]).to(stored.wide)
     if due.scale is not None:
         grad = grad * due.scale
-    momentum = average(stored, grad, group["momentum"], own.number, own.bucket.steps[own.row : own.row + 1])
+    segments = None if stored.is_wide else own.segments_of(span)
+    momentum = average(stored, grad, group["momentum"], segments, own.bucket.steps[own.row : own.row + 1])
     return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def _apply(own: Own, orthogonal: Sequence[tuple[Matrix, Tensor]], group: Mapping[str, Any], lr: float) -> None:
-    """``lr``: a tensor counts as the number that it is, as in the kernels."""
-    param = own.part(own.bucket.param_shard)
-    master = None if own.bucket.master is None else own.part(own.bucket.master.values)
-    values = _values(param, master, own.bucket)
-    shaped = own.shaped(values)
-    for matrix, direction in orthogonal:
-        part = matrix.of(shaped)
-        part.mul_(1 - lr * group["weight_decay"])
-        part.add_(direction, alpha=-rate(lr, group["adjust_lr_fn"], *part.shape))
-    _put_back(values, param, master, own.bucket)
+def _end(
+    places: Sequence[tuple[Due, Matrix]],
+    orthogonal: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    rates: Mapping[int, float],
+) -> None:
+    """The parameters with their masters. ``rates``: a tensor counts as the number that it is, as in the kernels."""
+    for (due, matrix), direction in zip(places, orthogonal, strict=True):
+        own, group = due.own, groups[due.own.group]
+        keep = 1 - rates[own.group] * group["weight_decay"]
+        alpha = -rate(rates[own.group], group["adjust_lr_fn"], matrix.rows.numel, matrix.columns)
+        kept = [own.bucket.param_shard] + ([] if own.bucket.master is None else [own.bucket.master.values])
+        views = [due.view(matrix, shard[own.elements(due.span)]) for shard in kept]
+        for of_direction, param, *master in _pieces(direction, *views):
+            values = _values(param, master[0] if master else None, own.bucket)
+            values.mul_(keep).add_(of_direction, alpha=alpha)
+            _put_back(values, param, master[0] if master else None, own.bucket)
+
+
+def _pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of each the same elements, few at a time, which lie together in the last one."""
+    last, most = matrices[-1], _piece_numel(matrices[-1].is_cpu)
+    by_columns = last.stride(0) < last.stride(1)
+    laid = [each.mT if by_columns else each for each in matrices]
+    rows = max(1, most // laid[0].shape[1])
+    for some in zip(*(each.split(rows) for each in laid), strict=True):
+        yield from zip(*(each.split(most, 1) for each in some), strict=True)
 
 
 def _values(param: Tensor, master: Tensor | None, bucket: Bucket) -> Tensor:

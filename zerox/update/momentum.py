@@ -12,20 +12,20 @@ from zerox.memory.forms import decode
 from zerox.memory.stored import Stored
 
 
-def average(stored: Stored, grad: Tensor, momentum: float, number: int, step: Tensor) -> Tensor:
+def average(stored: Stored, grad: Tensor, momentum: float, segments: Tensor | None, step: Tensor) -> Tensor:
     """``stored = momentum * stored + (1 - momentum) * grad``; returns the new one, before it was rounded to its form.
 
-    ``grad``: ``[n]``, float32 or wider. ``number``: of the parameter, and ``step``: int64 ``[1]``, its update's: these
-    draw the random numbers by which bfloat16 is rounded.
+    ``grad``: ``[n]``, float32 or wider. ``segments``: where in its parameter it lies (ops.py), and ``step``: int64
+    ``[1]``, the parameter's update's: these draw the random numbers by which bfloat16 is rounded. None: is_wide.
     """
-    if stored.is_wide:
+    if segments is None:
         return stored.values.lerp_(grad, 1 - momentum)
     wide = decode(stored).to(stored.wide, copy=True).lerp_(grad, 1 - momentum)
-    _store(stored, wide, number, step)
+    _store(stored, wide, segments, step)
     return wide
 
 
-def _store(stored: Stored, wide: Tensor, number: int, step: Tensor) -> None:
+def _store(stored: Stored, wide: Tensor, segments: Tensor, step: Tensor) -> None:
     """Rounded as other states: SGD's kernel adds a gradient, which this is, to a momentum of zeros."""
     stored.zero_()
     shard = ops.Shard(
@@ -34,7 +34,7 @@ def _store(stored: Stored, wide: Tensor, number: int, step: Tensor) -> None:
         grad=wide,
         state=[stored.values],
         scales=[] if stored.scales is None else [stored.scales],
-        segments=torch.tensor([[0, wide.numel(), 0, number, 0]], dtype=torch.int64, device=wide.device),
+        segments=segments,
         present=torch.ones(1, dtype=torch.uint8, device=wide.device),
         steps=step.clone(),  # which the kernel counts
     )

@@ -19,30 +19,44 @@ class Iteration(NamedTuple):
     eps: float
 
 
-def orthogonalize(matrices: Sequence[Tensor], by: Iteration) -> list[Tensor]:
-    """Of bfloat16 matrices of one shape and order in memory, which are overwritten.
+def orthogonalize(matrices: list[Tensor], by: Iteration) -> list[Tensor]:
+    """Of bfloat16 matrices of one shape and order in memory, which are overwritten. The list gets empty: each is freed
+    as soon as it has been multiplied.
 
     Source: Jordan et al., "Muon" (2024); operators in the order of torch.optim.Muon, so that bits are equal. On a CPU
     products take as long for one as for many together, and each goes by itself.
     """
-    first = matrices[0]
+    device, shape, strides = matrices[0].device, matrices[0].shape, matrices[0].stride()
+    _normalize(matrices, by.eps)
+    is_cpu, count = device.type == "cpu", len(matrices)
+    if is_cpu or count == 1 or not _is_alike_in_batch(device, shape, strides, count):
+        return [_iterate(matrices, by) for _ in range(count)]
+    batch = [torch.stack(matrices)]
+    matrices.clear()
+    return list(_iterate(batch, by))
+
+
+def bytes_of(rows: int, columns: int) -> int:
+    """That are allocated at the most for one matrix, itself too: it, its next value and a product of m by m."""
+    return 2 * (2 * rows * columns + min(rows, columns) ** 2)
+
+
+def _normalize(matrices: Sequence[Tensor], eps: float) -> None:
     for each in matrices:
-        each.div_(each.norm().clamp(min=by.eps))
-    kind = first.device, first.shape, first.stride()
-    if first.is_cpu or len(matrices) == 1 or not _is_alike_in_batch(*kind, len(matrices)):
-        return [_iterate(each, by) for each in matrices]
-    return list(_iterate(torch.stack(list(matrices)), by))
+        each.div_(each.norm().clamp(min=eps))
 
 
-def _iterate(x: Tensor, by: Iteration) -> Tensor:
-    """Of one matrix, or of a batch of them."""
+def _iterate(given: list[Tensor], by: Iteration) -> Tensor:
+    """Of the first one, a matrix or a batch of them, which is taken out: no caller may hold it, or it is not freed."""
+    x = given.pop(0)
     is_tall = x.shape[-2] > x.shape[-1]
     product = torch.addmm if x.dim() == 2 else torch.baddbmm
     a, b, c = by.coefficients
     x = x.mT if is_tall else x
     for _ in range(by.steps):
         gram = x @ x.mT
-        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = product(gram, gram, gram, beta=b, alpha=c)
+        x = product(x, gram, x, beta=a)
     return x.mT if is_tall else x
 
 
@@ -54,4 +68,4 @@ def _is_alike_in_batch(device: torch.device, shape: torch.Size, strides: tuple[i
     drawn = torch.randn(shape, generator=generator, device="cpu")
     alone = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device=device).copy_(drawn / drawn.norm())
     by = Iteration((2.0, -1.5, 0.5), 2, 0.0)
-    return bool((_iterate(torch.stack([alone] * count), by) == _iterate(alone, by)).all())
+    return bool((_iterate([torch.stack([alone] * count)], by) == _iterate([alone], by)).all())

@@ -130,7 +130,7 @@ class FusedUpdate:
             if parts := self.grads.parts(index):
                 present = self.grad_scale.present(self.grads.present(index))
                 if self.grad_scale.requested.limit is not None:
-                    parts = [self.grad_scale.clamp(of, index) for of in parts]
+                    parts = [of._replace(grad=self.grad_scale.clamp(of.grad, index)) for of in parts]
                 yield from (shard_of(self._part(index, of), of, present) for of in parts)
 
     def _part(self, index: int, of: GradPart) -> Part:
