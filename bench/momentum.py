@@ -33,7 +33,7 @@ from bench.muon import command as command_of
 from zerox.memory.forms import decode
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
-from zerox.update.matrices import Due, update
+from zerox.update.matrices import Due, directions_of
 from zerox.update.momentum import average
 from zerox.update.newton_schulz import Iteration, orthogonalize
 
@@ -64,21 +64,24 @@ class Seen(NamedTuple):
 
 
 class Beside:
-    """Stands for average(), or with the linear map for another one. What it keeps is by the parameters' numbers."""
+    """Stands for average(), or with the linear map for another one. What it keeps is by the parameters' numbers.
+    ``number``: of the next one, all of which is taken at once."""
 
     def __init__(self, is_linear: bool) -> None:
         self.is_linear = is_linear
+        self.number = -1
         self.exact: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
         self.seen: dict[int, Seen] = {}
 
-    def __call__(self, stored: Stored, grad: Tensor, momentum: float, number: int, step: Tensor) -> Tensor:
+    def __call__(self, stored: Stored, grad: Tensor, momentum: float, segments: Tensor | None, step: Tensor) -> Tensor:
+        number = self.number
         exact = self.exact.setdefault(number, torch.zeros_like(grad)).lerp_(grad, 1 - momentum)
         if self.is_linear:
             used = self.kept.get(number, torch.zeros_like(grad)).lerp(grad, 1 - momentum)
             self.kept[number] = linear(used)
         else:
-            used = average(stored, grad, momentum, number, step)
+            used = average(stored, grad, momentum, segments, step)
             self.kept[number] = decode(stored).clone()
         self.seen[number] = Seen(grad.clone(), used.clone(), exact.clone(), momentum)
         return used
@@ -105,16 +108,15 @@ def run_here(is_linear: bool, script: Sequence[str]) -> None:
     beside, shapes = Beside(is_linear), dict[int, Sequence[int]]()
     last: list[Iteration] = []
 
-    def noted(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> None:
-        for each in due:
-            group = groups[each.own.group]
-            shapes[each.own.number] = each.own.shape
-            last[:] = [Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])]
-        update(due, groups)
+    def noted(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
+        beside.number = due.own.number
+        shapes[due.own.number] = due.own.shape
+        last[:] = [Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])]
+        return directions_of(due, group)
 
     sys.argv = list(script)
     sys.path.insert(0, str(ROOT / "examples"))
-    with patch("zerox.update.matrices.average", beside), patch("zerox.update.matrices.update", noted):
+    with patch("zerox.update.matrices.average", beside), patch("zerox.update.matrices.directions_of", noted):
         try:
             runpy.run_path(str(ROOT / script[0]), run_name="__main__")
         except SystemExit as ended:

@@ -26,10 +26,10 @@ class MemoryBytes:
 
     ``peak`` is the maximum of all together if the wire stalls, ``typical_peak`` if it keeps up, from ``zero_grad()``
     through one backward to the end of ``step()``, without the model's activations. It has what Muon's update allocates
-    inside ``step()``. In stage 3 backward waits for the
-    wire, so ``peak`` is little more: it holds for ranks that come within a minute of each other, or within two seconds
-    if not all are on one machine. Over nccl memory is free in the order in which the host launches work, and both are
-    the same. They are less than the sum of the maxima above, which don't coincide.
+    inside ``step()``. In stage 3 backward waits for the wire, so ``peak`` is little more: it holds for ranks that come
+    within a minute of each other, or within two seconds if not all are on one machine. Over nccl memory is free in the
+    order in which the host launches work, and both are the same. They are less than the sum of the maxima above, which
+    don't coincide.
 
     ``peak_of_construction`` is the maximum while an optimizer gives a model on the meta device (``model=``) its first
     values, without the model's buffers and what its functions of init allocate themselves. 0 where nothing is on meta.

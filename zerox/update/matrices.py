@@ -178,7 +178,7 @@ def _begun(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> Iterator[
     for each in due:
         group = groups[each.own.group]
         by = Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
-        for matrix, direction in zip(each.matrices, _directions(each, group), strict=True):
+        for matrix, direction in zip(each.matrices, directions_of(each, group), strict=True):
             kind = by, direction.shape, direction.stride()
             places, directions = kinds.setdefault(kind, ([], []))
             places.append((each, matrix))
@@ -188,7 +188,7 @@ def _begun(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> Iterator[
         yield by, places, directions
 
 
-def _directions(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
+def directions_of(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
     """bfloat16, of each matrix."""
     direction = torch.empty(due.span.numel, dtype=torch.bfloat16, device=due.grad.device)
     most = _piece_numel(direction.is_cpu)
