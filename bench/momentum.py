@@ -14,6 +14,7 @@ step, and means over the matrices.
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import statistics
@@ -33,7 +34,7 @@ from bench.muon import command as command_of
 from zerox.memory.forms import decode
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
-from zerox.update.matrices import Due, directions_of
+from zerox.update.matrices import PIECE, Due, directions_of
 from zerox.update.momentum import average
 from zerox.update.newton_schulz import Iteration, orthogonalize
 
@@ -109,6 +110,7 @@ def run_here(is_linear: bool, script: Sequence[str]) -> None:
     last: list[Iteration] = []
 
     def noted(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
+        assert due.span.numel == math.prod(due.own.shape) <= PIECE, "a parameter must be taken at once"
         beside.number = due.own.number
         shapes[due.own.number] = due.own.shape
         last[:] = [Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])]

@@ -289,7 +289,7 @@ class ShardedOptimizer(Engine):
             warning if it does.
         whole: "none": each rank's part is cut from all parameters, 1-D. "matrices": those of two or more dimensions
             are never cut. Each lies on one rank, which updates it in its own shape, so elements of one matrix may
-            depend on each other (``torch.optim.Muon``). "all": the same for all parameters (LAMB, LARS).
+            depend on each other (``torch.optim.Muon``). "all": the same for all parameters (LAMB, Adafactor).
         defaults: the class's own options, for example ``lr=0.1, momentum=0.9``. Param groups may have others.
 
     Raises:

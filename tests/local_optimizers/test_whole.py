@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -284,9 +286,10 @@ def to_the_class(rank: int, world_size: int) -> None:
     for case in SAVED.values():
         pair = trained(case, rank, world_size, range(3))
         full, share = shared(pair.ours.full_state_dict()), pair.ours.state_dict()
-        for number, param in enumerate(pair.twins):
+        for number, twin in enumerate(pair.twins.values()):
             for key, value in full["state"].get(number, {}).items():
-                assert not isinstance(value, Tensor) or value.dim() == 0 or value.shape == param.shape, key
+                if isinstance(value, Tensor) and value.dim() > 0 and key != "master":
+                    assert value.shape == pair.theirs.state[twin][key].shape, key
         weights, of_class = copy.deepcopy(pair.model.state_dict()), copy.deepcopy(pair.theirs.state_dict())
         for given in (full, share, of_class):
             other = trained(case, rank, world_size, range(7, 8))
@@ -307,7 +310,11 @@ def through_dcp(rank: int, world_size: int, name: str, folder: str, way: str) ->
     pass_on(lambda: case.pair(rank, world_size), folder, way)
 
 
-@pytest.mark.parametrize(("name", "way"), [("Muon", "slices"), ("LAMB", "whole"), ("LAMB", "in place")])
+DCP = [("Muon", "slices"), ("LAMB", "in place"), ("Adafactor", "slices")]
+DCP += [("rows and columns", "whole"), ("rows and columns", "in place")]
+
+
+@pytest.mark.parametrize(("name", "way"), DCP)
 def test_dcp_s_ways_all_work(name: str, way: str, tmp_path: Path) -> None:
     run_ranks(through_dcp, 2, name, str(tmp_path / "x"), way)
 
@@ -347,6 +354,20 @@ def read_and_write(rank: int, world_size: int, folder: str) -> None:
 
 def test_state_of_rows_and_columns_is_read_and_written_as_any_other(tmp_path: Path) -> None:
     run_ranks(read_and_write, 2, str(tmp_path))
+
+
+def keys_shown(rank: int, world_size: int) -> list[set[str]]:
+    """Of each parameter, where no rank reads another one's."""
+    with patch.dict(os.environ, {"ZEROX_STATE_PULL": "0"}):
+        pair = trained(CASES["Adafactor"], rank, world_size, range(3))
+        return [set(pair.ours.state[param]) for param in pair.model.parameters()]
+
+
+def test_ranks_without_a_parameter_show_the_keys_that_its_owner_has() -> None:
+    first, second = run_ranks(keys_shown, 2)
+    assert first == second
+    for keys, name in zip(first, FILLED, strict=True):
+        assert keys - {"step"} == ({"row_var", "col_var"} if len(SHAPES[name]) > 1 else {"variance"})
 
 
 def in_other_groups(rank: int, world_size: int) -> None:
@@ -393,6 +414,38 @@ class KeyOfVectors(classes.Simple):
         if param.dim() < 2 or param.numel() > 500:
             state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.5)
         param.sub_(param.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
+class SometimesOfVectors(classes.Simple):
+    """Keeps something for vectors too, under an option, or from the second step on."""
+
+    def update(self, param: Tensor, state: Options, group: Options) -> None:
+        if param.dim() > 1 or group["always"] or (group["late"] and state.get("count")):
+            state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.5)
+        state["count"] = 1
+        param.sub_(param.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
+def test_dimensions_decide_alike_in_all_steps_and_under_all_options() -> None:
+    params = [nn.Parameter(torch.ones(30, 20)), nn.Parameter(torch.ones(7))]
+    with pytest.raises(ValueError, match="of other numbers of dimensions from step to step"):
+        ShardedOptimizer(params, SometimesOfVectors, whole="all", always=False, late=True)
+    ours = ShardedOptimizer(params, SometimesOfVectors, whole="all", always=False, late=False)
+    more = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(7))]
+    with pytest.raises(ValueError, match="keeps 'mean' for 1-D parameters under some options only"):
+        ours.add_param_group({"params": more, "always": True})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    ours.step()
+
+
+def test_a_number_without_dimensions_is_a_vector_to_adafactor() -> None:
+    params = of((30, 20), ())()
+    ours = ShardedOptimizer(params, torch.optim.Adafactor, whole="all")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    ours.step()
+    assert set(ours.state[params[1]]) == {"step", "variance"}
 
 
 def test_state_that_it_did_not_keep_when_it_was_tried_is_named() -> None:
@@ -468,7 +521,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
     "LBFGS": (torch.optim.LBFGS, MIXED, "all", "searches along one direction"),
     "Adafactor, cut": (torch.optim.Adafactor, MIXED, "none", PASS_ALL),
     "Adafactor with vectors cut": (torch.optim.Adafactor, MIXED, "matrices", PASS_ALL),
-    "sums over all but one dimension": (classes.RowSums, of((5, 4, 3)), "all", r"keeps 'rows' of shape \(108, 1\)"),
+    "sums over all but one dimension": (classes.RowSums, of((5, 4, 3)), "all", r"keeps 'rows' of shape \(252, 1\)"),
     "a key of matrices only": (
         classes.KeyOfMatrices,
         MIXED,

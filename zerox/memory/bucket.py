@@ -325,10 +325,10 @@ class Bucket:
     def views_of(self, row: int) -> dict[str, Tensor]:
         """A parameter's state.
 
-        A view has the parameter's shape if this rank owns all of it, else it is the 1-D range of its elements in memory
-        order that this rank owns. Keys as in the rule's torch.optim class, and "remainder" or "master" if one is kept.
-        8-bit values are uint8 codes; their scales are beside them under "..._scale": float32, one for each block of 256
-        elements in memory order (zerox/plan/form.py).
+        A view has the parameter's shape, or the one that its spec makes of it, if this rank owns all of it, else it is
+        the 1-D range of its elements in memory order that this rank owns. Keys as in the rule's torch.optim class, and
+        "remainder" or "master" if one is kept. 8-bit values are uint8 codes; their scales are beside them under
+        "..._scale": float32, one for each block of 256 elements in memory order (zerox/plan/form.py).
         """
         segment = self.own_segments[row]
         state = {key: numbers[row] for key, numbers in self.numbers.items()}

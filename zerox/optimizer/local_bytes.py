@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -63,13 +64,14 @@ def _is_meant(each: Any, name: str, tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _bytes_of_state(rule: Rule, group: Mapping[str, Any], param: Tensor) -> int:
-    """Of torch's class under the group's options. What it keeps is seen of a small parameter: it has that one's shape,
-    or does not depend on shapes."""
-    small = torch.ones((2,) * param.dim(), dtype=param.dtype, device="cpu", requires_grad=True)
+    """Of torch's class under the group's options. What it keeps is seen of a small parameter: each of its dimensions is
+    one of that one's, or does not depend on shapes."""
+    small = torch.ones(tuple(range(2, 2 + param.dim())), dtype=param.dtype, device="cpu", requires_grad=True)
     small.grad = torch.zeros_like(small)
     optimizer = rule.torch_optimizer(group, [small])
     [live] = optimizer.param_groups
     live.update({option: group[option] for option in live if option in group and option != "params"})
     optimizer.step()
     kept = [value for value in optimizer.state[small].values() if isinstance(value, Tensor)]
-    return sum(each.itemsize * (param.numel() if each.shape == small.shape else each.numel()) for each in kept)
+    sizes = dict(zip(small.shape, param.shape, strict=True))
+    return sum(each.itemsize * math.prod(sizes.get(size, size) for size in each.shape) for each in kept)

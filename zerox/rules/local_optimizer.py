@@ -136,8 +136,8 @@ class LocalOptimizerClass:
         found = self.known.get(pattern)
         if found is None:
             found = self._merge([self._probe(group, *place) for place in self.tried or (USUAL,)])
-            self._grow(found)
             self._note_kept(group, found)
+            self._grow(found)
             self.known[pattern] = found
         return found
 
@@ -220,14 +220,21 @@ class LocalOptimizerClass:
         self._note(samples, found)
         both = replace(samples, dims=tuple(sorted({1, 2, *samples.dims})))
         if both != samples and not samples.cut and any(spec.summed for spec in found.states):
+            of_both = Kinds()
             with suppress(Exception):  # it may not take the others, which then come in no group
-                self._note(both, self._runner(group, *USUAL)(both, False))
+                of_both = self._runner(group, *USUAL)(both, False)
+            self._note(both, of_both)
 
     def _note(self, samples: Samples, found: Kinds) -> None:
+        """ValueError where it is otherwise than it was under other options: shards are laid out by then."""
         for spec in found.states:
             for dims in samples.dims:
                 is_kept = dims not in found.lacking.get(spec.key, ())
-                self.kept[spec.key, dims] = is_kept or self.kept.get((spec.key, dims), False)
+                if self.kept.setdefault((spec.key, dims), is_kept) != is_kept:
+                    raise ValueError(
+                        f"{self.name} keeps {spec.key!r} for {dims}-D parameters under some options only: give each an "
+                        "optimizer of its own"
+                    )
 
     def _probe(self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
         run = self._runner(group, dtype, device)

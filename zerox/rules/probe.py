@@ -230,7 +230,7 @@ def _spec_of(param: Tensor, key: Any, value: Any, is_whole: bool) -> StateSpec |
 
 def _sums(value: Tensor, param: Tensor) -> StateSpec | None:
     """Over which dimensions there is one number, as a spec has it; None: over none, or it is of another shape. Sizes of
-    samples differ, so that there is one answer, up to four dimensions."""
+    samples differ, so that there is one answer, up to five dimensions."""
     axes = range(-1, -param.dim() - 1, -1)
     for count in range(1, param.dim() + 1):
         for summed in itertools.combinations(axes, count):
@@ -305,6 +305,8 @@ def _find_lacking(held: Iterable[tuple[torch.optim.Optimizer, Sequence[Tensor]]]
         having, others = (
             [p.dim() for p, state in states if (state.get(key) is None) is none] for none in (False, True)
         )
+        if having and found.lacking.get(key, frozenset(others)) != frozenset(others):
+            raise NotElementwise(f"keeps {key!r} for tensors of other numbers of dimensions from step to step")
         if having and others and may_lack and key in found.states and set(having).isdisjoint(others):
             found.lacking[key] = frozenset(others)
         elif having and others:

@@ -74,7 +74,7 @@ def samples_of(params: Sequence[Tensor], whole: str) -> Samples:
     shapes = {(1,) * param.dim() for param in params} or {(1, 1)}
     dims = {len(shape) for shape in shapes if cost_of_whole(whole, shape) is not None}
     # State of a tensor of one element can't be told from a number: beside such tensors, others show what is kept.
-    dims |= {1} if dims == {0} else set()
+    dims |= {1} if 0 in dims else set()
     return Samples(VECTORS if any(cost_of_whole(whole, shape) is None for shape in shapes) else (), tuple(sorted(dims)))
 
 
@@ -117,7 +117,7 @@ def _draw(shapes: tuple[Shape, ...]) -> tuple[list[Tensor], list[list[Tensor]]]:
 
 
 def _of(sizes: Shape, dims: int) -> Shape:
-    return tuple(sizes[index] if index < len(sizes) else 2 for index in range(dims))
+    return tuple(sizes[index] if index < len(sizes) else index for index in range(dims))
 
 
 def _spread(shape: Sequence[int], powers: tuple[float, float], generator: torch.Generator) -> Tensor:

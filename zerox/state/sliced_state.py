@@ -33,9 +33,9 @@ def sliced_state(
 ) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
     """Each parameter of the bucket with views of its state, by the keys of ``optimizer.state``.
 
-    The state of elements, remainder and master too, has the parameter's shape, and the dtype that it is stored in;
-    scales have one element for each 256 of the parameter in memory order; numbers (step is int64) have no dimensions.
-    ``kept``: the own shard's state, if it is to be shown in another form.
+    The state of elements, remainder and master too, has the parameter's shape, or the one that its spec makes of it,
+    and the dtype that it is stored in; scales have one element for each 256 of the parameter in memory order; numbers
+    (step is int64) have no dimensions. ``kept``: the own shard's state, if it is to be shown in another form.
 
     Of a DTensor they are parts of the whole parameter's. Where its blocks are not blocks of that one, scales fit
     nowhere in it: see :func:`whole_form`.

@@ -215,7 +215,8 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
             raise ValueError(f"state of parameter {member.quoted} has {found} elements of {key} instead of {numel}")
         value = state[key]
         is_part = isinstance(value, SlicedTensor) and value.dim() > 0 and not key.endswith(SCALE)
-        if is_part and (value.cut, value.part[0]) != (member.cut, member.local.shape):
+        shape = rule.shape_of(specs[key], member.local.shape) if key in specs else member.local.shape
+        if is_part and (value.cut, value.part[0]) != (member.cut, shape):
             raise ValueError(f"state of parameter {member.quoted} is of another cut: zerox.load() takes any")
         if key in specs and key + SCALE not in state and form_of(specs[key], _tensor(value).dtype).scaled:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
@@ -251,7 +252,8 @@ def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> d
             value = _tensor(state[key])
             own = rule.shape_of(specs[key], shape) if key in specs else shape
             if own is not None and own != shape:
-                found[key] = _part(member, key, value, _all_of(own, span), (own, row_major(own)), False)
+                # This rank has a segment of the parameter, and so all of it: it lies whole on one.
+                found[key] = _part(member, key, value, Span(0, math.prod(own)), (own, row_major(own)), False)
                 continue
             wanted = WHOLE_NUMBER if key in numbers else blocks_of(span) if scales else span
             is_shaped = not scales and key not in numbers
@@ -274,11 +276,6 @@ def _cut(rule: Rule, member: Member, state: Mapping[str, Any]) -> dict[str, Any]
                 whole = decode(Stored.given(spec, codes, scales)).as_strided(whole.shape, whole.stride())
             found[spec.key] = part_of(member.param, whole)
     return found
-
-
-def _all_of(shape: Shape, span: Span) -> Span:
-    """Of state of its own shape, where this rank has these elements of the parameter: all or none."""
-    return Span(0, math.prod(shape) if span.numel else 0)
 
 
 def _part(

@@ -235,7 +235,8 @@ class LocalOptimizerBucket:
             if value.shape != place.shape or value.dtype != place.dtype:
                 raise RuntimeError(
                     f"{self.rule.name} made {key!r} of {tuple(value.shape)} and {value.dtype} for a parameter of "
-                    f"{tuple(place.shape)}, and had {place.dtype} of the parameter's shape when it was tried"
+                    f"{tuple(self.params[row].param.shape)}, and by what was tried it is {tuple(place.shape)} and "
+                    f"{place.dtype}"
                 )
             place.copy_(value)
             self.bucket.absent.discard((row, key))

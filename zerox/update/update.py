@@ -114,7 +114,8 @@ class FusedUpdate:
                         scale = self.grad_scale.remaining_factor(run[0])
                         update(rule, list(self._shards(run)), tables[rule.name], scale)
             except BaseException as error:  # of matrices an owner may fail alone: it has no memory for its largest
-                self._give_up(error)
+                if not capturing:  # else nothing was updated
+                    self._give_up(error)
                 raise
             yield run
 
