@@ -407,6 +407,13 @@ def test_rows_and_columns_take_as_much_memory_as_there_are() -> None:
         assert said == max(counted) if world_size == 1 else said in counted
 
 
+def test_the_estimate_of_a_rank_s_own_parameter_has_its_rows_and_columns() -> None:
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((300, 200), (64, 64))]
+    options: dict[str, Any] = {"optimizer_class": torch.optim.Adafactor, "whole": "all"}
+    alone = zerox.estimate(params[1:], 2, **options).moments
+    assert zerox.estimate(params, 2, local=params[:1], **options).moments - alone == 4 * (300 + 200 + 1)  # and a count
+
+
 class KeyOfVectors(classes.Simple):
     """Keeps something for large matrices too, and is tried with small ones."""
 
