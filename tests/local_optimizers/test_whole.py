@@ -346,7 +346,7 @@ def read_and_write(rank: int, world_size: int, folder: str) -> None:
                     value.copy_(written[key])
             pair.ours.set_full_state_(param, **written)
         wide = pair.theirs.state[pair.twins[pair.model.wide]].keys() - {"step", "norm"}
-        with pytest.raises(ValueError, match="must be a whole tensor of shape"):
+        with pytest.raises(ValueError, match="must be a whole tensor of its shape"):
             pair.ours.set_full_state_(pair.model.wide, **{key: torch.ones(3) for key in wide})
         for number in range(3, 5):
             pair.step(number, branch=True)

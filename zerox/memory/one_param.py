@@ -119,7 +119,8 @@ class OneParam:
         if not isinstance(value, Tensor) or value.shape != shape:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"{what} of parameter {self.member.quoted} must be a whole tensor of shape {tuple(shape)}, got {found}"
+                f"{what} of parameter {self.member.quoted} must be a whole tensor of its shape {tuple(shape)}, got "
+                f"{found}"
             )
         if value.dtype.is_complex or value.layout is not torch.strided:
             raise ValueError(
