@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from bench.common import ROOT, Row, new_parser, parse, write_result
 
@@ -48,14 +49,20 @@ def change(row: Row, first: Row) -> float:
     return statistics.fmean(row["losses"]) / statistics.fmean(first["losses"]) - 1
 
 
+def columns_of_losses(found: Sequence[Row]) -> str:
+    return f"held-out loss, mean of {len(found[0]['losses'])} seeds | largest - smallest | to fp32"
+
+
+def cells_of_losses(row: Row, first: Row) -> str:
+    losses = row["losses"]
+    return f"{statistics.fmean(losses):.4f} | {max(losses) - min(losses):.4f} | {change(row, first):+.2%}"
+
+
 def table(found: list[Row]) -> str:
     """Markdown, a row for each state_dtype; the first is what the others are held against."""
-    columns = f"held-out loss, mean of {len(found[0]['losses'])} seeds | largest - smallest | to fp32"
-    lines = [f"| state_dtype | {columns} | bytes of moments |", "|---|---:|---:|---:|---:|"]
+    lines = [f"| state_dtype | {columns_of_losses(found)} | bytes of moments |", "|---|---:|---:|---:|---:|"]
     for row in found:
-        losses = row["losses"]
-        cells = f"{statistics.fmean(losses):.4f} | {max(losses) - min(losses):.4f} | {change(row, found[0]):+.2%}"
-        lines.append(f"| {row['state_dtype']} | {cells} | {row['moments_bytes']:,} |")
+        lines.append(f"| {row['state_dtype']} | {cells_of_losses(row, found[0])} | {row['moments_bytes']:,} |")
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bench.common import ROOT, Row, new_parser, parse, write_result
-from bench.moments import change
+from bench.moments import cells_of_losses, columns_of_losses
 from bench.muon import SHAPE, Run
 from bench.muon import command as command_of
 from zerox.memory.forms import decode
@@ -150,13 +150,13 @@ def read(output: str) -> tuple[float, float, float]:
 
 def table(found: Sequence[Row]) -> str:
     """Markdown, a row for each kind; the first is what the others are held against."""
-    columns = f"held-out loss, mean of {len(found[0]['losses'])} seeds | largest - smallest | to fp32"
-    lines = [f"| momentum | {columns} | error of the momentum | of the direction |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        f"| momentum | {columns_of_losses(found)} | error of the momentum | of the direction |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for row in found:
-        losses = row["losses"]
-        cells = f"{statistics.fmean(losses):.4f} | {max(losses) - min(losses):.4f} | {change(row, found[0]):+.2%}"
         errors = " | ".join(f"{statistics.fmean(row[key]):.2%}" for key in ("momentum_errors", "direction_errors"))
-        lines.append(f"| {row['kind']} | {cells} | {errors} |")
+        lines.append(f"| {row['kind']} | {cells_of_losses(row, found[0])} | {errors} |")
     return "\n".join(lines)
 
 

@@ -192,7 +192,7 @@ class ShardedBuffer(FlatBuffer):
     def own_span(self, slot: int) -> Span:
         """Which elements of the parameter, in memory order, this rank keeps."""
         own = self.own_segments.get(slot)
-        return Span(own.param_start, own.param_start + own.span.numel) if own else Span(0, 0)
+        return own.of_param if own else Span(0, 0)
 
     def own_values(self, slot: int) -> Tensor:
         """These, where they are kept."""

@@ -58,14 +58,14 @@ def same_values(first: Tensor, second: Tensor) -> Tensor:
     return (first == second) | (first.isnan() & second.isnan())
 
 
-def _map_of(spec: StateSpec) -> tuple[float, ...]:
-    return SIGNED_MAP if spec.signed else UNSIGNED_MAP
+def _map_of(signed: bool) -> tuple[float, ...]:
+    return SIGNED_MAP if signed else UNSIGNED_MAP
 
 
 @functools.cache
 def _map_on(device: torch.device, signed: bool) -> Tensor:
     """float32. An accelerator is waited for where it is made."""
-    return torch.tensor(SIGNED_MAP if signed else UNSIGNED_MAP, device=device)
+    return torch.tensor(_map_of(signed), device=device)
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:
@@ -75,7 +75,7 @@ def _spread(scales: Tensor, numel: int) -> Tensor:
 def _encode(wide: Tensor, own: Stored) -> None:
     """The nearest codes, as the kernels choose them."""
     assert own.scales is not None
-    known = torch.tensor(_map_of(own.spec), dtype=torch.float64, device=wide.device)
+    known = torch.tensor(_map_of(own.spec.signed), dtype=torch.float64, device=wide.device)
     magnitudes = known[: int(known.argmax()) + 1]
     numel = wide.shape[-1]
     padded = torch.zeros(*wide.shape[:-1], own.scales.shape[-1] * BLOCK_NUMEL, device=wide.device)

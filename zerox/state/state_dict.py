@@ -118,8 +118,7 @@ def check_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
         for segment in bucket.own_segments:
             member = bucket.members[segment.slot]
             if member.param in given:
-                span = Span(segment.param_start, segment.param_start + segment.span.numel)
-                _parts(bucket, segment.slot, given[member.param].state, span)
+                _parts(bucket, segment.slot, given[member.param].state, segment.of_param)
 
 
 def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
@@ -128,9 +127,8 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
     for bucket in buckets:
         for row, segment in enumerate(bucket.own_segments):
             member = bucket.members[segment.slot]
-            span = Span(segment.param_start, segment.param_start + segment.span.numel)
             state = given[member.param].state if member.param in given else {}
-            parts = _parts(bucket, segment.slot, state, span)
+            parts = _parts(bucket, segment.slot, state, segment.of_param)
             rounded |= dict.fromkeys(fill_row(bucket, row, parts, rest_anew=True))
     say_rounded(rounded)
 

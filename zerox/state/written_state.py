@@ -13,7 +13,6 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
 from zerox.memory.stored import SCALE, Stored, form_of
 from zerox.model_names import quote
-from zerox.plan.span import Span
 from zerox.ranks.subgroups import Subgroups
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
 from zerox.sliced_tensor import SlicedTensor
@@ -184,8 +183,7 @@ def _parts_of_bucket(
         if is_part and _is_view(shown[key]) and isinstance(value, Tensor) and value.shape == shown[key].shape
     }
     whole = {key: value for key, value in given.items() if key not in own}
-    span = Span(segment.param_start, segment.param_start + segment.span.numel)
-    found = own | parts_given(bucket, segment.slot, whole, span)
+    found = own | parts_given(bucket, segment.slot, whole, segment.of_param)
     if STEP.key not in given:  # it goes on from the count that it has, but for state that would start anew
         count = bucket.steps[row].clone()
         is_begun = any(key in bucket.state for key in given) and not bucket.rule.keeps_step
