@@ -25,13 +25,17 @@ CONNECT_S = 120
 FORKSERVER = multiprocessing.get_context("forkserver")
 
 
-def preload(*modules: str) -> None:
-    """What the process that ranks are forked from imports. It counts until that process is started."""
-    FORKSERVER.set_forkserver_preload([*modules, "tests.frozen"])
-
-
 # torch.optim imports dynamo when the first optimizer is made: seconds, which would count against short timeouts.
-preload("torch._dynamo", "tests.bucket_manager.training", "zerox.checkpoint")
+preloaded = ["torch._dynamo", "tests.bucket_manager.training", "zerox.checkpoint"]
+
+
+def preload(*modules: str) -> None:
+    """What the process that ranks are forked from imports too. It counts until that process is started."""
+    preloaded.extend(modules)
+    FORKSERVER.set_forkserver_preload([*preloaded, "tests.frozen"])
+
+
+preload()
 
 
 def fail_now(how: signal.Signals) -> None:

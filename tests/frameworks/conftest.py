@@ -15,4 +15,4 @@ if wanted:
     # Nothing is fetched or reported while tests run, and no framework looks for an accelerator.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
     # Ranks are forked from a process that has imported them, which takes seconds.
-    preload("torch._dynamo", "zerox.checkpoint", "accelerate", "transformers.trainer", "lightning.pytorch")
+    preload("accelerate", "transformers.trainer", "lightning.pytorch")

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 import zerox
-from tests.mortal_ranks import fail_now, preload, start_ranks
+from tests.mortal_ranks import fail_now, start_ranks
 from tests.muon.rig import OPTIONS, Model, build
 from tests.muon.test_around import ahead, digests
 from tests.ranks import run_ranks
 from zerox.update.newton_schulz import Iteration, orthogonalize
 
-preload("tests.muon.rig")
 NO_ROOM = "can't allocate 17 GiB"
 LOAD = "Build the optimizer anew on all ranks, and give it the last state that was saved: zerox.load()"
 TIMEOUT_S = 60  # of the group: what a rank waits that nothing wakes
