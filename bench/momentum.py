@@ -32,10 +32,9 @@ from bench.moments import cells_of_losses, columns_of_losses
 from bench.muon import SHAPE, Run
 from bench.muon import command as command_of
 from zerox.memory.forms import decode
-from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
-from zerox.update.matrices import PIECE, Due, directions_of
-from zerox.update.momentum import average
+from zerox.update.matrices import GradPiece, take_gradients
+from zerox.update.momentum import Momentum, average
 from zerox.update.newton_schulz import Iteration, orthogonalize
 
 LR = 0.04  # the best of bench.muon
@@ -66,24 +65,26 @@ class Seen(NamedTuple):
 
 class Beside:
     """Stands for average(), or with the linear map for another one. What it keeps is by the parameters' numbers.
-    ``number``: of the next one, all of which is taken at once."""
+    ``numbers``: of the next ones, all of which are taken at once."""
 
     def __init__(self, is_linear: bool) -> None:
         self.is_linear = is_linear
-        self.number = -1
+        self.numbers: list[int] = []
         self.exact: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
         self.seen: dict[int, Seen] = {}
 
-    def __call__(self, stored: Stored, grad: Tensor, momentum: float, segments: Tensor | None, step: Tensor) -> Tensor:
-        number = self.number
+    def __call__(self, momenta: Sequence[Momentum], grads: Sequence[Tensor], momentum: float) -> list[Tensor]:
+        return [self._of(*each, momentum) for each in zip(self.numbers, momenta, grads, strict=True)]
+
+    def _of(self, number: int, kept: Momentum, grad: Tensor, momentum: float) -> Tensor:
         exact = self.exact.setdefault(number, torch.zeros_like(grad)).lerp_(grad, 1 - momentum)
         if self.is_linear:
             used = self.kept.get(number, torch.zeros_like(grad)).lerp(grad, 1 - momentum)
             self.kept[number] = linear(used)
         else:
-            used = average(stored, grad, momentum, segments, step)
-            self.kept[number] = decode(stored).clone()
+            [used] = average([kept], [grad], momentum)
+            self.kept[number] = decode(kept.stored).clone()
         self.seen[number] = Seen(grad.clone(), used.clone(), exact.clone(), momentum)
         return used
 
@@ -109,16 +110,17 @@ def run_here(is_linear: bool, script: Sequence[str]) -> None:
     beside, shapes = Beside(is_linear), dict[int, Sequence[int]]()
     last: list[Iteration] = []
 
-    def noted(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
-        assert due.span.numel == math.prod(due.own.shape) <= PIECE, "a parameter must be taken at once"
-        beside.number = due.own.number
-        shapes[due.own.number] = due.own.shape
+    def noted(pieces: Sequence[GradPiece], group: Mapping[str, Any], scale: Tensor | None) -> None:
+        for own, numel in ((piece.due.own, piece.direction.numel()) for piece in pieces):
+            assert numel == math.prod(own.shape), "a parameter must be taken at once"
+            shapes[own.number] = own.shape
+        beside.numbers = [piece.due.own.number for piece in pieces]
         last[:] = [Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])]
-        return directions_of(due, group)
+        take_gradients(pieces, group, scale)
 
     sys.argv = list(script)
     sys.path.insert(0, str(ROOT / "examples"))
-    with patch("zerox.update.matrices.average", beside), patch("zerox.update.matrices.directions_of", noted):
+    with patch("zerox.update.matrices.average", beside), patch("zerox.update.matrices.take_gradients", noted):
         try:
             runpy.run_path(str(ROOT / script[0]), run_name="__main__")
         except SystemExit as ended:

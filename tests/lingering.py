@@ -27,6 +27,13 @@ def await_lingering() -> None:
         time.sleep(0.002)
 
 
+def await_own_threads() -> None:
+    """Until what this process has deleted is freed."""
+    deadline = time.monotonic() + DEADLINE_S
+    while _lingers() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
 def _readers() -> list[tuple[int, list[int]]]:
     """Of all that lives in this process: which rank it is, and whom it waits for."""
     return [(each.rank, each.readers()) for each in C.Linger.all()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import re
@@ -121,6 +122,13 @@ def own_backend() -> None:
     assert _torch.backend_of(made, CPU).name() == "gloo"
 
 
+def of_each(name: str, *others: Any) -> float:
+    """Of a tensor of one 2, which the operators with an underscore write."""
+    tensors = [torch.full((1,), 2.0)]
+    made = _torch.for_each(name, tensors, *others)
+    return float((tensors if name.endswith("_") else made)[0])
+
+
 USES = [
     Use(Tensor, "_version", "version_of", lambda: _torch.version_of(torch.zeros(1))),
     Use(Tensor, "_indices", "rows_of", lambda: _torch.rows_of(ROWS)),
@@ -155,6 +163,18 @@ USES = [
         "_amp_foreach_non_finite_check_and_unscale_",
         "unscale",
         lambda: _torch.unscale([torch.ones(1)], torch.zeros(1), torch.ones(1)),
+    ),
+    *(
+        Use(torch, f"_foreach_{name}", "for_each", functools.partial(of_each, name, *others), found)
+        for name, others, found in (
+            ("norm", (), 2.0),
+            ("mul", (torch.tensor(3.0),), 6.0),
+            ("mul_", (3.0,), 6.0),
+            ("add_", ([torch.ones(1)],), 3.0),
+            ("copy_", ([torch.ones(1)],), 1.0),
+            ("lerp", ([torch.ones(1)], 0.25), 1.75),
+            ("lerp_", ([torch.ones(1)], 0.25), 1.75),
+        )
     ),
     Use(of_torch("utils._python_dispatch"), "TorchDispatchMode", "each_operator", lambda: _torch.each_operator(print)),
     Use(of_torch("autograd.profiler"), "_is_profiler_enabled", "profiler_is_on", _torch.profiler_is_on, True),

@@ -159,6 +159,15 @@ ALL_NORMS = overloads("_foreach_norm.Scalar")
 UNSCALE = overloads("_amp_foreach_non_finite_check_and_unscale_.default")
 
 
+def for_each(name: str, tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
+    """``torch._foreach_NAME``: the method of that name of each tensor, in few launches. ``others``: lists, with one for
+    each tensor, or values for all. Without it: one by one."""
+    if together := getattr(torch, f"_foreach_{name}", None):
+        return together(tensors, *others, **options)
+    lists = [each if isinstance(each, list) else [each] * len(tensors) for each in others]
+    return [getattr(tensor, name)(*own, **options) for tensor, *own in zip(tensors, *lists, strict=True)]
+
+
 @_needs("torch._amp_foreach_non_finite_check_and_unscale_", "to unscale gradients")
 def unscale(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """As torch's GradScaler does. Without it: unscale_() of placeholders beside plain gradients raises."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.accelerator.fake import run_fake_ranks
 from tests.accelerator.sharded import HERE, WAYS, Training, ranks_of_threads
 from tests.kernels.shards import same_bits
 from tests.muon.rig import OPTIONS, Model, Twin, build, matrices
 from tests.whole.rig import unequal_buckets, whole
+from zerox import FusedShardedMuon
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -98,3 +102,39 @@ def test_muon_has_a_cpu_s_bits_with_masters_and_a_momentum_in_fewer_bits(
     expected = by_muon(Ranks.alone(torch.device("cpu")), stage, torch.bfloat16, state_dtype)
     for of_rank in run_fake_ranks(by_muon, 2, kind, stage, torch.bfloat16, state_dtype):
         assert all(same_bits(of_rank[name], each) for name, each in expected.items())
+
+
+class Counted(TorchDispatchMode):
+    """Operators that an accelerator gets, by their names: not those that only make or show memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and not func.name().startswith("aten::empty"):
+            self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(ranks: Ranks, count: int, dtype: torch.dtype) -> Counter[str]:
+    """Of the second step with so many equal matrices."""
+    HERE.ranks = ranks
+    params = [nn.Parameter(torch.ones(12, 20, dtype=dtype, device=ranks.device)) for _ in range(count)]
+    optimizer = FusedShardedMuon(params, lr=0.1)
+    counted = Counted()
+    for number in range(2):
+        torch.stack([param.sum() for param in params]).sum().backward()
+        with counted if number else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+    return counted.names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_matrices_take_no_more_operators(dtype: torch.dtype) -> None:
+    """An operator is a launch, and for small matrices that is what a step takes."""
+    few, many = (run_fake_ranks(operators, 1, "direct", count, dtype)[0] for count in (4, 12))
+    assert few.total() > 0
+    assert few == many

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.allocator import Allocator, build
-from tests.lingering import await_lingering
+from tests.lingering import await_lingering, await_own_threads
 from tests.ranks import run_ranks, run_threads
 from zerox import FusedShardedAdam
 
@@ -79,6 +79,7 @@ def many_rounds(_: int, __: int, library: Path, num_threads: int) -> tuple[Holdi
             run_threads(rounds, num_threads, count)
         else:
             rounds(None, count)
+        await_own_threads()  # without a collection
         return Holdings.now(allocator)
 
     gc.collect()

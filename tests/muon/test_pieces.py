@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.shards import same_bits
-from zerox import FusedShardedMuon
+from zerox import FusedShardedMuon, _torch
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.plan.span import Span
 from zerox.rules.muon import Matrix, in_runs, matrices_of
@@ -86,6 +86,24 @@ def test_pieces_have_the_bits_of_whole_parameters(dtype: torch.dtype, options: d
     with patch.object(matrices, "in_runs", at_once):
         whole = train(dtype, options)
     for ours, theirs in zip(by_piece, whole, strict=True):
+        assert same_bits(ours.contiguous(), theirs.contiguous())
+
+
+@pytest.mark.parametrize(("dtype", "options"), KINDS, ids=str)
+@pytest.mark.parametrize("most", [6 * BLOCK_NUMEL, 2**22])
+def test_lists_of_matrices_have_the_bits_of_each_by_itself(
+    most: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """As on an accelerator, where the matrices of many parameters go through one operator, in one piece or in some."""
+    alone = train(dtype, options)
+    with (
+        patch.object(matrices, "_numel_at_once", lambda _: matrices.AT_ONCE),
+        patch.object(matrices, "_piece_numel", lambda _: most),
+        patch.object(_torch, "for_each", wraps=_torch.for_each) as for_each,
+    ):
+        together = train(dtype, options)
+    assert max(len(call.args[1]) for call in for_each.call_args_list) > 3
+    for ours, theirs in zip(together, alone, strict=True):
         assert same_bits(ours.contiguous(), theirs.contiguous())
 
 

@@ -2,6 +2,6 @@
 
 update: kernel calls, with several small buckets in one launch
 matrices: the matrices that lie whole on this rank, by Muon; momentum: their averages; newton_schulz: several at
-    a time
+    a time; together: several tensors through one operator
 local_optimizer_update, local_optimizer_bucket: an optimizer class, on this rank's segments
 """

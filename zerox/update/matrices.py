@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox.grads.grad_scale import GradScale
 from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket
@@ -17,22 +18,23 @@ from zerox.memory.forms import follow_, master_of, remainder_of, split_param
 from zerox.plan.span import Span
 from zerox.rules.muon import MUON, Matrix, in_runs, rate
 from zerox.rules.of_groups import Rules
-from zerox.rules.rule import MASTER
-from zerox.update.momentum import average
+from zerox.update.momentum import Momentum, average
 from zerox.update.newton_schulz import Iteration, bytes_of, orthogonalize
+from zerox.update.together import copy_apart, joined, together, wide
 
 CHECKED = ("maximize", *(name for name in MUON.defaults if name != "lr"))  # what users may change between steps
 AT_ONCE = 2**24  # elements whose products are made together on an accelerator: these take longer than their launches
 PIECE = 2**18  # elements that all other arithmetic takes at a time, on a CPU: its temporaries stay in the cache
-PIECE_OF_DEVICE = 2**22  # on an accelerator, where each operator is a launch
+PIECE_OF_DEVICE = 2**21  # on an accelerator, where each operator is a launch
 PIECE_BYTES = 32  # of an element of a piece: temporaries, most where a master is a remainder
+JOINED_BYTES = 6  # of an element, where several tensors go together: a parameter, its remainder and its direction
 
 Kind = tuple[Iteration, torch.Size, tuple[int, ...]]  # matrices of one kind go together
 
 
 class Own(NamedTuple):
     """A parameter of this rank: elements ``[start, stop)`` of its bucket's shard. ``number``: of all parameters.
-    ``segments``: for kernels, by first and last element."""
+    ``runs``: its matrices, as in_runs() has them. ``segments``: for kernels, by first and last element."""
 
     bucket: Bucket
     row: int
@@ -42,6 +44,7 @@ class Own(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     group: int
+    runs: list[tuple[Span, list[Matrix]]]
     segments: dict[tuple[int, int], Tensor]
 
     def elements(self, span: Span) -> slice:
@@ -58,20 +61,48 @@ class Own(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Matrices of one of them, which has a gradient: the ``span`` of its elements in memory, and the gradient of these.
-    ``clamp`` is to be called first, then ``scale`` multiplies."""
+    """Matrices of one of them, which has a gradient: the ``span`` of its elements in memory, and the gradient of these,
+    for which ``clamp`` is to be called."""
 
     own: Own
     span: Span
     matrices: Sequence[Matrix]
     grad: Tensor
     clamp: Callable[[Tensor], Tensor]
-    scale: Tensor | None
 
     def view(self, matrix: Matrix, values: Tensor) -> Tensor:
         """One of its matrices in ``values`` ``[span.numel]``."""
         start = matrix.start(self.own.strides) - self.span.start
         return values[start:].as_strided((matrix.rows.numel, matrix.columns), self.own.strides[-2:])
+
+
+class GradPiece(NamedTuple):
+    """Elements ``[start, stop)`` of what is due, and where their direction goes."""
+
+    due: Due
+    start: int
+    stop: int
+    direction: Tensor
+
+    def momentum(self) -> Momentum:
+        own, span = self.due.own, Span(self.due.span.start + self.start, self.due.span.start + self.stop)
+        stored = own.bucket.state["momentum_buffer"].part(own.elements(span))
+        segments = None if stored.is_wide else own.segments_of(span)
+        return Momentum(stored, segments, own.bucket.steps[own.row : own.row + 1])
+
+
+class By(NamedTuple):
+    """``param = keep * param + alpha * direction``, for parameters of one form."""
+
+    keep: float
+    alpha: float
+    dtype: torch.dtype
+    of_master: torch.dtype | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """The master is a remainder."""
+        return self.of_master == torch.int16
 
 
 class MatrixUpdate:
@@ -99,8 +130,10 @@ class MatrixUpdate:
         """One step of these buckets. The host waits for the device, to learn which parameters have gradients."""
         due = sorted(self._due(run, groups), key=lambda each: (each.own.group, each.own.shape, each.own.strides))
         rates = {index: float(groups[index]["lr"]) for index in {each.own.group for each in due}}  # which may wait
-        for some in _at_most(due, 0 if self.grads.ranks.device.type == "cpu" else AT_ONCE):
-            for by, places, directions in _begun(some, groups):
+        scale = self.grad_scale.remaining_factor(run[0])  # they have one divisor
+        most = _numel_at_once(self.grads.ranks.device.type == "cpu")
+        for _, some in together(((0, each.grad.numel(), each) for each in due), most):
+            for by, places, directions in _begun(some, groups, scale):
                 _end(places, orthogonalize(directions, by), groups, rates)
 
     def regroup(self) -> None:
@@ -113,44 +146,35 @@ class MatrixUpdate:
         has_gradient = torch.cat(presents).tolist()
         first_of_bucket = 0
         for index, parts, present in zip(run, parts_of, presents, strict=True):
-            bucket, owned = self.buckets[index], self._owned(index)
+            bucket, owned = self.buckets[index], self._owned(index, groups)
             for part in parts:
-                clamp, scale = partial(self.grad_scale.clamp, bucket=index), self.grad_scale.remaining_factor(index)
+                clamp = partial(self.grad_scale.clamp, bucket=index)
                 for row in range(part.first_row, part.first_row + part.segments.shape[0]):
                     own = owned[row]
                     if has_gradient[first_of_bucket + row] and own.stop > own.start:
                         grad = part.grad[own.start - part.start : own.stop - part.start]
-                        for span, matrices in in_runs(own.shape, own.strides, groups[own.group]):
-                            yield Due(own, span, matrices, grad[span.start : span.stop], clamp, scale)
+                        for span, matrices in own.runs:
+                            yield Due(own, span, matrices, grad[span.start : span.stop], clamp)
             bucket.steps += present
             first_of_bucket += len(owned)
 
-    def _owned(self, index: int) -> list[Own]:
+    def _owned(self, index: int, groups: Sequence[Mapping[str, Any]]) -> list[Own]:
         if index not in self.owned:
             bucket = self.buckets[index]
-            self.owned[index] = [_own(bucket, row) for row in range(len(bucket.own_segments))]
+            self.owned[index] = [_own(bucket, row, groups) for row in range(len(bucket.own_segments))]
         return self.owned[index]
 
 
-def _own(bucket: Bucket, row: int) -> Own:
+def _own(bucket: Bucket, row: int, groups: Sequence[Mapping[str, Any]]) -> Own:
     slot, span = bucket.own_segments[row].slot, bucket.own_segments[row].span
     member, shape, strides = bucket.members[slot], tuple(bucket.buffer.shapes[slot]), bucket.buffer.strides[slot]
     assert span.numel == math.prod(shape), f"'{member.name}' does not lie whole on this rank"
-    return Own(bucket, row, member.number, span.start, span.stop, shape, strides, member.group, {})
+    runs = list(in_runs(shape, strides, groups[member.group]))
+    return Own(bucket, row, member.number, span.start, span.stop, shape, strides, member.group, runs, {})
 
 
-def _at_most(due: Sequence[Due], numel: int) -> Iterator[list[Due]]:
-    """In runs of at most so many elements, or one."""
-    run: list[Due] = []
-    total = 0
-    for each in due:
-        if run and total + each.grad.numel() > numel:
-            yield run
-            run, total = [], 0
-        run.append(each)
-        total += each.grad.numel()
-    if run:
-        yield run
+def _numel_at_once(on_host: bool) -> int:
+    return 0 if on_host else AT_ONCE
 
 
 def _piece_numel(on_host: bool) -> int:
@@ -168,19 +192,25 @@ def most_bytes(params: Iterable[tuple[Sequence[int], Sequence[int], Mapping[str,
             copied = directions if len(matrices) > 1 else 0
             pieces = PIECE_BYTES * min(span.numel, _piece_numel(on_host))
             most = max(most, directions + max(products, copied, pieces))
-    return most if on_host else max(most, 8 * min(total, AT_ONCE))  # also a batch of zeros, in _is_alike_in_batch()
+    if on_host:
+        return most
+    joined = 2 * min(total, AT_ONCE) + (PIECE_BYTES + JOINED_BYTES) * min(total, PIECE_OF_DEVICE)
+    return max(most, joined, 8 * min(total, AT_ONCE))  # also a batch of zeros, in _is_alike_in_batch()
 
 
-def _begun(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+def _begun(due: Sequence[Due], groups: Sequence[Mapping[str, Any]], scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """After the momentum took the gradients, by kind: how matrices are made orthogonal, which, and their directions in
     a list that nothing else refers to."""
+    flat = [torch.empty(each.span.numel, dtype=torch.bfloat16, device=each.grad.device) for each in due]
+    for (index, *_), some in together(_grad_pieces(due, flat), _piece_numel(flat[0].is_cpu)):
+        take_gradients(some, groups[index], scale)
+        del some
     kinds: dict[Kind, tuple[list[tuple[Due, Matrix]], list[Tensor]]] = {}
     for each in due:
         group = groups[each.own.group]
         by = Iteration(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
-        for matrix, direction in zip(each.matrices, directions_of(each, group), strict=True):
-            kind = by, direction.shape, direction.stride()
-            places, directions = kinds.setdefault(kind, ([], []))
+        for matrix, direction in zip(each.matrices, _apart(each, flat.pop(0)), strict=True):
+            places, directions = kinds.setdefault((by, direction.shape, direction.stride()), ([], []))
             places.append((each, matrix))
             directions.append(direction)
         del direction
@@ -188,28 +218,31 @@ def _begun(due: Sequence[Due], groups: Sequence[Mapping[str, Any]]) -> Iterator[
         yield by, places, directions
 
 
-def directions_of(due: Due, group: Mapping[str, Any]) -> list[Tensor]:
-    """bfloat16, of each matrix."""
-    direction = torch.empty(due.span.numel, dtype=torch.bfloat16, device=due.grad.device)
-    most = _piece_numel(direction.is_cpu)
-    for start in range(0, due.span.numel, most):
-        stop = min(start + most, due.span.numel)
-        direction[start:stop] = _direction(due, start, stop, group)
-    if len(due.matrices) == 1:
-        return [due.view(due.matrices[0], direction)]
-    return [due.view(matrix, direction).to(torch.bfloat16, copy=True) for matrix in due.matrices]
+def _apart(due: Due, direction: Tensor) -> list[Tensor]:
+    """Of each matrix, in memory of its own."""
+    views = [due.view(matrix, direction) for matrix in due.matrices]
+    return views if len(views) == 1 else [view.to(view.dtype, copy=True) for view in views]
 
 
-def _direction(due: Due, start: int, stop: int, group: Mapping[str, Any]) -> Tensor:
-    """Of these of its elements, in the momentum's precision, once that has taken the gradient."""
-    own, span = due.own, Span(due.span.start + start, due.span.start + stop)
-    stored = own.bucket.state["momentum_buffer"].part(own.elements(span))
-    grad = due.clamp(due.grad[start:stop]).to(stored.wide)
-    if due.scale is not None:
-        grad = grad * due.scale
-    segments = None if stored.is_wide else own.segments_of(span)
-    momentum = average(stored, grad, group["momentum"], segments, own.bucket.steps[own.row : own.row + 1])
-    return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+def _grad_pieces(due: Sequence[Due], flat: Sequence[Tensor]) -> Iterator[tuple[tuple[Any, ...], int, GradPiece]]:
+    for each, direction in zip(due, flat, strict=True):
+        most = _piece_numel(direction.is_cpu)
+        key = each.own.group, each.grad.dtype, each.own.bucket.state["momentum_buffer"].values.dtype
+        for start in range(0, each.span.numel, most):
+            stop = min(start + most, each.span.numel)
+            yield key, stop - start, GradPiece(each, start, stop, direction[start:stop])
+
+
+def take_gradients(pieces: Sequence[GradPiece], group: Mapping[str, Any], scale: Tensor | None) -> None:
+    """The momentum of these elements, which are of one param group, and their directions: in the momentum's precision,
+    and then rounded."""
+    momenta = [piece.momentum() for piece in pieces]
+    grads = wide([each.due.clamp(each.due.grad[each.start : each.stop]) for each in pieces], momenta[0].stored.wide)
+    if scale is not None:
+        grads = _torch.for_each("mul", grads, scale.to(grads[0].dtype))
+    averages = average(momenta, grads, group["momentum"])
+    directions = _torch.for_each("lerp", grads, averages, group["momentum"]) if group["nesterov"] else averages
+    _torch.for_each("copy_", [each.direction for each in pieces], directions)
 
 
 def _end(
@@ -219,21 +252,35 @@ def _end(
     rates: Mapping[int, float],
 ) -> None:
     """The parameters with their masters. ``rates``: a tensor counts as the number that it is, as in the kernels."""
+    pieces = _param_pieces(places, orthogonal, groups, rates)
+    for by, some in together(pieces, _piece_numel(orthogonal[0].is_cpu)):
+        _move(some, by)
+
+
+def _param_pieces(
+    places: Sequence[tuple[Due, Matrix]],
+    orthogonal: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    rates: Mapping[int, float],
+) -> Iterator[tuple[By, int, tuple[Tensor, ...]]]:
+    """Of a direction, its parameter, and the master if it has one."""
     for (due, matrix), direction in zip(places, orthogonal, strict=True):
         own, group = due.own, groups[due.own.group]
         keep = 1 - rates[own.group] * group["weight_decay"]
         alpha = -rate(rates[own.group], group["adjust_lr_fn"], matrix.rows.numel, matrix.columns)
-        kept = [own.bucket.param_shard] + ([] if own.bucket.master is None else [own.bucket.master.values])
-        views = [due.view(matrix, shard[own.elements(due.span)]) for shard in kept]
-        for of_direction, param, *master in _pieces(direction, *views):
-            values = _values(param, master[0] if master else None, own.bucket)
-            values.mul_(keep).add_(of_direction, alpha=alpha)
-            _put_back(values, param, master[0] if master else None, own.bucket)
+        shards = own.bucket.param_shard, *([] if own.bucket.master is None else [own.bucket.master.values])
+        by = By(keep, alpha, *(shard.dtype for shard in shards))
+        views = [due.view(matrix, shard[own.elements(due.span)]) for shard in shards]
+        for piece in _pieces(direction, *views):
+            yield by, piece[0].numel(), piece
 
 
 def _pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Of each the same elements, few at a time, which lie together in the last one."""
     last, most = matrices[-1], _piece_numel(matrices[-1].is_cpu)
+    if last.numel() <= most:
+        yield matrices
+        return
     by_columns = last.stride(0) < last.stride(1)
     laid = [each.mT if by_columns else each for each in matrices]
     rows = max(1, most // laid[0].shape[1])
@@ -241,23 +288,35 @@ def _pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*(each.split(most, 1) for each in some), strict=True)
 
 
-def _values(param: Tensor, master: Tensor | None, bucket: Bucket) -> Tensor:
-    """The parameter in 32 bits or more: itself, its master, or a copy."""
-    if param.itemsize > 2:
-        return param
+def _move(pieces: Sequence[tuple[Tensor, ...]], by: By) -> None:
+    """Parameters, with their masters, by their directions."""
+    directions, params, *more = (list(each) for each in zip(*pieces, strict=True))
+    if by.dtype.itemsize > 2:
+        _torch.for_each("mul_", params, by.keep)
+        _torch.for_each("add_", params, wide(directions, by.dtype), alpha=by.alpha)
+        return
+    [masters] = more or [[]]
+    values = _values(joined(params), joined(masters) if masters else None, by.is_split)
+    values.mul_(by.keep).add_(joined(directions), alpha=by.alpha)
+    _put_back(values, params, masters, by.is_split)
+
+
+def _values(param: Tensor, master: Tensor | None, is_split: bool) -> Tensor:
+    """16-bit parameters in 32 bits: their masters, or a copy."""
     if master is None:
         return param.float()
-    if MASTER.key not in bucket.state:
+    if is_split:
         return master_of(param, master)
     follow_(master, param)
     return master
 
 
-def _put_back(values: Tensor, param: Tensor, master: Tensor | None, bucket: Bucket) -> None:
-    if param.itemsize > 2:
+def _put_back(values: Tensor, params: Sequence[Tensor], masters: Sequence[Tensor], is_split: bool) -> None:
+    if is_split:
+        param = split_param(values)
+        copy_apart(param, params)
+        copy_apart(remainder_of(param, values), masters)
         return
-    if master is not None and MASTER.key not in bucket.state:
-        param.copy_(split_param(values))
-        master.copy_(remainder_of(param, values))
-    else:
-        param.copy_(values)
+    copy_apart(values, params)
+    if masters and values is not masters[0]:
+        copy_apart(values, masters)

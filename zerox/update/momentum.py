@@ -1,44 +1,68 @@
-"""The momentum of one parameter, in whatever form it is stored."""
+"""The momentum of parameters, in whatever form it is stored."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerox import ops
+from zerox import _torch, ops
 from zerox.memory.forms import decode
 from zerox.memory.stored import Stored
 
 
-def average(stored: Stored, grad: Tensor, momentum: float, segments: Tensor | None, step: Tensor) -> Tensor:
-    """``stored = momentum * stored + (1 - momentum) * grad``; returns the new one, before it was rounded to its form.
+class Momentum(NamedTuple):
+    """``segments``: where in its parameter it lies (ops.py), and ``step``: int64 ``[1]``, the parameter's update's:
+    these draw the random numbers by which bfloat16 is rounded. None: is_wide."""
 
-    ``grad``: ``[n]``, float32 or wider. ``segments``: where in its parameter it lies (ops.py), and ``step``: int64
-    ``[1]``, the parameter's update's: these draw the random numbers by which bfloat16 is rounded. None: is_wide.
+    stored: Stored
+    segments: Tensor | None
+    step: Tensor
+
+
+def average(momenta: Sequence[Momentum], grads: Sequence[Tensor], momentum: float) -> list[Tensor]:
+    """``stored = momentum * stored + (1 - momentum) * grad``; returns the new ones, before they were rounded to their
+    form, which all have in common.
+
+    ``grads``: ``[n]``, float32 or wider.
     """
-    if segments is None:
-        return stored.values.lerp_(grad, 1 - momentum)
-    wide = decode(stored).to(stored.wide, copy=True).lerp_(grad, 1 - momentum)
-    _store(stored, wide, segments, step)
+    if momenta[0].stored.is_wide:
+        wide = [each.stored.values for each in momenta]
+        _torch.for_each("lerp_", wide, grads, 1 - momentum)
+        return wide
+    wide = [decode(each.stored).to(each.stored.wide, copy=True) for each in momenta]
+    _torch.for_each("lerp_", wide, grads, 1 - momentum)
+    _store(momenta, wide)
     return wide
 
 
-def _store(stored: Stored, wide: Tensor, segments: Tensor, step: Tensor) -> None:
+def _store(momenta: Sequence[Momentum], wide: Sequence[Tensor]) -> None:
     """Rounded as other states: SGD's kernel adds a gradient, which this is, to a momentum of zeros."""
-    stored.zero_()
-    shard = ops.Shard(
-        param=torch.empty_like(wide),  # of no interest
-        master=None,
-        grad=wide,
-        state=[stored.values],
-        scales=[] if stored.scales is None else [stored.scales],
-        segments=segments,
-        present=torch.ones(1, dtype=torch.uint8, device=wide.device),
-        steps=step.clone(),  # which the kernel counts
-    )
-    ops.update_("sgd", [shard], _options(wide.device))
+    shards = []
+    for (stored, segments, step), values in zip(momenta, wide, strict=True):
+        assert segments is not None
+        stored.zero_()
+        shards.append(
+            ops.Shard(
+                param=torch.empty_like(values),  # of no interest
+                master=None,
+                grad=values,
+                state=[stored.values],
+                scales=[] if stored.scales is None else [stored.scales],
+                segments=segments,
+                present=_present(values.device),
+                steps=step.clone(),  # which the kernel counts
+            )
+        )
+    ops.update_("sgd", shards, _options(wide[0].device))
+
+
+@functools.cache
+def _present(device: torch.device) -> Tensor:
+    return torch.ones(1, dtype=torch.uint8, device=device)
 
 
 @functools.cache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from zerox import _torch
 
 
 class Iteration(NamedTuple):
@@ -27,11 +28,12 @@ def orthogonalize(matrices: list[Tensor], by: Iteration) -> list[Tensor]:
     products take as long for one as for many together, and each goes by itself.
     """
     device, shape, strides = matrices[0].device, matrices[0].shape, matrices[0].stride()
-    _normalize(matrices, by.eps)
     is_cpu, count = device.type == "cpu", len(matrices)
+    norms = _torch.for_each("norm", matrices)  # each by itself, also in one launch: its sum has an order of its own
     if is_cpu or count == 1 or not _is_alike_in_batch(device, shape, strides, count):
+        _divide(matrices, norms, by.eps)
         return [_iterate(matrices, by) for _ in range(count)]
-    batch = [torch.stack(matrices)]
+    batch = [torch.stack(matrices).div_(torch.stack(norms).clamp(min=by.eps).view(-1, 1, 1))]
     matrices.clear()
     return list(_iterate(batch, by))
 
@@ -41,9 +43,9 @@ def bytes_of(rows: int, columns: int) -> int:
     return 2 * (2 * rows * columns + min(rows, columns) ** 2)
 
 
-def _normalize(matrices: Sequence[Tensor], eps: float) -> None:
-    for each in matrices:
-        each.div_(each.norm().clamp(min=eps))
+def _divide(matrices: list[Tensor], norms: list[Tensor], eps: float) -> None:
+    for each, norm in zip(matrices, norms, strict=True):
+        each.div_(norm.clamp(min=eps))
 
 
 def _iterate(given: list[Tensor], by: Iteration) -> Tensor:
