@@ -42,9 +42,9 @@ def assert_only_messages_differ(world_size: int, least: int) -> None:
     assert same_messages < len(found) / 2, "slices are cut otherwise"
 
 
-@pytest.mark.parametrize(("world_size", "least"), [(3, 70), (4, 12)])
-def test_only_the_messages_differ_from_what_was_recorded(world_size: int, least: int) -> None:
-    assert_only_messages_differ(world_size, least)
+def test_only_the_messages_differ_from_what_was_recorded() -> None:
+    """Of four ranks: those of three take minutes, and what they have of their own is in test_bits.py."""
+    assert_only_messages_differ(4, 12)
 
 
 @pytest.mark.deep
