@@ -233,9 +233,13 @@ class _Training:
 
     def update_bytes(self, plan: Plan, site: Site) -> int:
         """That the update of the matrices of the ``site``'s shard allocates."""
-        own = [self.ours[place] for place in owned_places(plan, site.shard)]
-        of_muon = [(local_of(each), group) for _, each, group in own if self.rules.of(group) is MUON]
-        return most_bytes([(each.shape, dense_strides(each), group) for each, group in of_muon], site.on_host)
+        found = []
+        for place, slices in owned_places(plan, site.shard):
+            _, tensor, group = self.ours[place]
+            if self.rules.of(group) is MUON:
+                local = local_of(tensor)
+                found.append(((slices or local.shape[0], *local.shape[1:]), dense_strides(local), group))
+        return most_bytes(found, site.on_host)
 
     def most_open(self, plan: Plan, model: torch.nn.Module | None, init: Init | None) -> int | None:
         """Bytes of buckets that are whole at a time while parameters on meta get their values. Raises as there."""

@@ -42,7 +42,7 @@ MASTER_WEIGHTS = ("auto", *MASTER_SPECS, None)
 
 class Planned(NamedTuple):
     """A (local) tensor, the name of its rule, its gradient's divisor, and the model axes that it is replicated over.
-    ``cost``: as ParamSpec has it."""
+    ``cost``, ``slices``: as ParamSpec has them."""
 
     name: str
     param: Tensor
@@ -50,6 +50,7 @@ class Planned(NamedTuple):
     divisor: float | None = None
     replicated_over: tuple[int, ...] = ()
     cost: int | None = None
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ class OptimizerOptions:
         self, params: Iterable[Planned], backend: str, world_size: int, loads: Sequence[Load] | None = None
     ) -> list[BucketPlan]:
         specs = []
-        for name, param, rule, divisor, over, cost in params:
+        for name, param, rule, divisor, over, cost, slices in params:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
             form = self.state_form(param)
-            of_plan = form, grads, rule, divisor, over, param.is_meta, cost
+            of_plan = form, grads, rule, divisor, over, param.is_meta, cost, slices
             specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), *of_plan))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size), loads)
 

@@ -25,6 +25,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "heads": (24, 16),
     "experts": (3, 20, 16),
     "flat_experts": (2, 9, 14),
+    "divided": (7, 32, 24),  # whose slices lie on all ranks
     "row": (1, 17),
     "unused": (5, 6),
     "bias": (7,),

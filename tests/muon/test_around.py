@@ -145,9 +145,9 @@ def stored(rank: int, world_size: int, dtype: Any, device: str = "cpu") -> None:
         grads = model.backward(0, number)
         optimizer.step()
         optimizer.zero_grad()
-        for name, (values, scales, kind) in momenta(optimizer).items():
-            old = before[name][0]
-            wide = torch.lerp(old, memory(names[name], grads[names[name]]), 1 - 0.95) if names[name] in grads else old
+        for key, (own, values, scales, kind) in momenta(optimizer).items():
+            old, name = before[key][1], names[key]
+            wide = torch.lerp(old, memory(name, grads[name])[own], 1 - 0.95) if name in grads else old
             assert_stored_bound("momentum_buffer", kind, values, wide, scales)
             seen.add(kind)
     assert dtype == "8bit" or seen <= {torch.bfloat16}
@@ -169,15 +169,17 @@ def memory(name: str, tensor: Tensor) -> Tensor:
     return tensor.t().reshape(-1) if name == "transposed" else tensor.reshape(-1)
 
 
-def momenta(optimizer: Any) -> dict[int, tuple[Tensor, Tensor | None, torch.dtype]]:
-    """By the parameter's id: as numbers, their scales, and how they are stored. Of what this rank owns."""
+def momenta(optimizer: Any) -> dict[int, tuple[slice, Tensor, Tensor | None, torch.dtype]]:
+    """By the parameter's id: of which of its elements, as numbers, their scales, and how they are stored. Of what this
+    rank owns."""
     found = {}
     for bucket in optimizer.inside.buckets:
         for segment in bucket.own_segments if bucket.rule.name == "muon" else ():
             part = bucket.state["momentum_buffer"].part(slice(segment.span.start, segment.span.stop))
             param = bucket.members[segment.slot].param
             scales = None if part.scales is None else part.scales.clone()
-            found[id(param)] = decode(part).float().clone(), scales, part.values.dtype
+            own = slice(segment.of_param.start, segment.of_param.stop)
+            found[id(param)] = own, decode(part).float().clone(), scales, part.values.dtype
     return found
 
 

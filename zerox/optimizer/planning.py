@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
+from zerox.memory.flat import dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_table import is_sparse
 from zerox.options import OptimizerOptions, Planned
@@ -105,8 +106,8 @@ def _trained(around: Around, given: Sequence[Given], dense: Sequence[int]) -> It
         shown: list[Planned] = []
         for each in (given[place] for place in places):
             rule, divisor, param = rules.of(each.group), options.divisor_of(each.group), local_of(each.param)
-            cost = rule.cost(param.shape, each.group)
-            shown.append(Planned(each.name, param, rule.name, divisor, each.replicated_over, cost))
+            whole = rule.cost(param.shape, each.group), rule.slices(param.shape, dense_strides(param))
+            shown.append(Planned(each.name, param, rule.name, divisor, each.replicated_over, *whole))
         for bucket in _planned(around, shown, places, subgroup):
             groups, first = [given[place].group for place in bucket.params], given[bucket.params[0]]
             of_bucket, param = rules.of(first.group), local_of(first.param)

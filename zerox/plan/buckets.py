@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zerox.plan.form import FLOAT32, Form
 from zerox.plan.layout import Layout
 from zerox.plan.owners import Load, owners
+from zerox.plan.span import SHARD_ALIGN
 
 MIB = 1 << 20
 # torch's allocator aligns tensors like this too. For others, matrix kernels may choose another path, and other bits,
@@ -27,7 +28,8 @@ class ParamSpec:
     ``rule``: the name of its update rule; ``divisor``: of the ranks' sum of its gradients, None for their number;
     ``replicated_over``: model axes whose ranks have the same parameter. In buckets of their own these lie alike on all
     of them, whatever else these ranks have. ``on_meta``: it has no memory yet. ``cost``: of its update, in any unit, if
-    it is updated as a whole and so lies whole on one rank; None: each rank updates a part of it.
+    it is updated as a whole and so lies whole on one rank; None: each rank updates a part of it. ``slices``: how many
+    equal ones it has, one behind the other in memory, that are updated each by itself.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ParamSpec:
     replicated_over: tuple[int, ...] = ()
     on_meta: bool = False
     cost: int | None = None
+    slices: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -56,13 +59,18 @@ class ParamSpec:
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
+    def may_be_divided(self, world_size: int, cap_bytes: int) -> bool:
+        """Whether all ranks get slices: with a bucket to itself, and no block of 256 elements that two ranks share."""
+        is_long = self.nbytes > cap_bytes and 1 < world_size <= self.slices
+        return is_long and self.numel % (self.slices * SHARD_ALIGN) == 0
+
 
 @dataclass(frozen=True)
 class BucketPlan:
     """One bucket: its parameters (as indices into the planned list), and their layout.
 
     The first ``num_zero_copy`` are large: if the exchange sends single messages, or there is no exchange, their
-    gradients need not be packed. ``costs``: of their updates, if they lie whole on one rank each.
+    gradients need not be packed. ``costs``: of their updates, if they lie whole on one rank each, or slices of one do.
     """
 
     params: tuple[int, ...]
@@ -84,7 +92,10 @@ def loads_in(plans: Iterable[BucketPlan], world_size: int) -> list[Load]:
     loads = [Load()] * world_size
     for plan in plans:
         for owner, cost, numel in zip(plan.layout.owners or (), plan.costs, plan.layout.numels, strict=False):
-            loads[owner] = Load(loads[owner].cost + cost, loads[owner].numel + numel)
+            loads[owner] = loads[owner].plus(cost, numel)
+        for rank, count in enumerate(plan.layout.slices or ()):
+            cost = sum(plan.costs) * count // sum(plan.layout.slices or ())
+            loads[rank] = loads[rank].plus(cost, plan.layout.shard_span(rank).numel)
     return loads
 
 
@@ -108,7 +119,8 @@ def plan_buckets(
     A bucket holds one dtype, gradients of one dtype and divisor, one rule, and state stored in one form. It is closed
     by the first parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its
     own. Inside, large parameters come first. Those that lie whole on one rank have buckets of their own, and are
-    dealt so that over all buckets each rank's cost about the same. ``loads``: what ranks own of such already.
+    dealt so that over all buckets each rank's cost about the same; of a large stack ranks have slices. ``loads``: what
+    ranks own of such already.
     Raises ValueError for an impossible cap or world size.
     """
     if cap_bytes < 1:
@@ -128,17 +140,15 @@ def plan_buckets(
             closed.append(bucket)
         bucket.append(index)
         filled_bytes[kind] += param.nbytes
-    whole = [index for index, param in enumerate(params) if param.is_whole]
-    costs = [params[index].cost or 0 for index in whole]
-    dealt = owners(costs, [params[index].numel for index in whole], world_size, loads)
-    owner_of = dict(zip(whole, dealt, strict=True))
+    owner_of, slices_of = _deal(params, world_size, cap_bytes, loads)
     plans = []
     for bucket in closed:
         first = params[bucket[0]]
         bucket.sort(key=lambda index: params[index].nbytes < ZERO_COPY_BYTES)
         start_align = max(1, START_ALIGN_BYTES // first.itemsize)
-        of_bucket = tuple(owner_of[i] for i in bucket) if first.is_whole else None
-        layout = Layout(tuple(params[i].numel for i in bucket), world_size, start_align, of_bucket)
+        of_bucket = tuple(owner_of[i] for i in bucket) if bucket[0] in owner_of else None
+        numels = tuple(params[i].numel for i in bucket)
+        layout = Layout(numels, world_size, start_align, of_bucket, slices_of.get(bucket[0]))
         num_zero_copy = sum(params[i].nbytes >= ZERO_COPY_BYTES for i in bucket)
         if layout.shard_numel * first.itemsize < ZERO_COPY_SLICE_BYTES:
             num_zero_copy = 0
@@ -146,3 +156,30 @@ def plan_buckets(
         plan = BucketPlan(tuple(bucket), first.dtype, first.itemsize, layout, first.state_form, num_zero_copy, own)
         plans.append(plan)
     return plans
+
+
+def _deal(
+    params: Sequence[ParamSpec], world_size: int, cap_bytes: int, loads: Sequence[Load] | None
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    """The ranks of those that lie whole on one, and how many slices each rank has of those that are divided: as many as
+    the others, and of what is left the least loaded ranks have one more."""
+    whole = [index for index, param in enumerate(params) if param.is_whole]
+    divided = [index for index in whole if params[index].may_be_divided(world_size, cap_bytes)]
+    items = [(index, params[index].cost or 0, params[index].numel) for index in whole if index not in divided]
+    loads = [Load()] * world_size if loads is None else list(loads)
+    slices = {}
+    for index in divided:
+        count = params[index].slices
+        each = index, (params[index].cost or 0) // count, params[index].numel // count
+        of_all, left = divmod(count, world_size)
+        slices[index] = [of_all] * world_size
+        loads = [load.plus(of_all * each[1], of_all * each[2]) for load in loads]
+        items += [each] * left
+    whom = {}
+    costs, numels = [cost for _, cost, _ in items], [numel for *_, numel in items]
+    for (index, *_), rank in zip(items, owners(costs, numels, world_size, loads), strict=True):
+        if index in slices:
+            slices[index][rank] += 1
+        else:
+            whom[index] = rank
+    return whom, {index: tuple(counts) for index, counts in slices.items()}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from zerox.plan.span import SHARD_ALIGN, Span, align_up
 
@@ -52,12 +53,16 @@ class Layout:
 
         shard    |-- rank 0 -|------- rank 1 -------|
         holds    |BBBBBBDDDD.|AAAAAAAAAAAAACCCCCCC..|
+
+    ``slices``: of the bucket's one parameter, which has equal slices one behind the other, how many each rank has, one
+    or more, in order. A slice has a multiple of 256 elements.
     """
 
     numels: tuple[int, ...]
     world_size: int
     start_align: int = 1
     owners: tuple[int, ...] | None = None
+    slices: tuple[int, ...] | None = None
     shard_starts: Sequence[int] = field(init=False)  # of each rank's shard, and the end of the last
     offsets: tuple[int, ...] = field(init=False)
 
@@ -68,7 +73,9 @@ class Layout:
             raise ValueError(f"start_align must divide {SHARD_ALIGN}, got {self.start_align}")
         if not self.numels or min(self.numels) < 0:
             raise ValueError(f"a bucket needs parameters of 0 or more elements, got {self.numels}")
-        if self.owners is None:
+        if self.slices is not None:
+            offsets, starts = _divide(self.numels, self.slices, self.world_size)
+        elif self.owners is None:
             offsets, starts = _cut(self.numels, self.world_size, self.start_align)
         else:
             if len(self.owners) != len(self.numels) or not {*self.owners} <= {*range(self.world_size)}:
@@ -79,6 +86,11 @@ class Layout:
             offsets, starts = _deal(self.numels, self.owners, self.world_size, self.start_align)
         object.__setattr__(self, "shard_starts", starts)
         object.__setattr__(self, "offsets", offsets)
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether parameters, or slices of one, lie whole on one rank, so that shards may be unequal."""
+        return self.owners is not None or self.slices is not None
 
     @property
     def numel(self) -> int:
@@ -92,7 +104,7 @@ class Layout:
     @cached_property
     def shard_numel(self) -> int:
         """Of the longest shard: of each, unless parameters have owners."""
-        if self.owners is None:
+        if not self.has_owners:
             return self.shard_starts[1]
         return max(self.shard_span(rank).numel for rank in range(self.world_size))
 
@@ -122,6 +134,8 @@ class Layout:
         """The ranks whose shards have parts of a parameter: at least one, also if it has no elements."""
         if self.owners is not None:
             return range(self.owners[slot], self.owners[slot] + 1)
+        if self.slices is not None:
+            return range(self.world_size)
         last = self.offsets[slot] + max(self.numels[slot], 1) - 1
         return range(self.offsets[slot] // self.shard_numel, last // self.shard_numel + 1)
 
@@ -187,6 +201,17 @@ def _cut(numels: Sequence[int], world_size: int, start_align: int) -> Places:
         if excess <= 0:
             return offsets, range(0, shard_numel * world_size + 1, shard_numel)
         shard_numel += align_up(-(-excess // world_size), SHARD_ALIGN)
+
+
+def _divide(numels: Sequence[int], slices: Sequence[int], world_size: int) -> Places:
+    """One parameter, by slices."""
+    numel, rest = divmod(sum(numels), sum(slices) or 1)
+    if len(numels) != 1 or len(slices) != world_size or min(slices) < 1 or rest or numel % SHARD_ALIGN:
+        raise ValueError(
+            f"slices must be of one parameter, of a multiple of {SHARD_ALIGN} elements, and one or more for each of "
+            f"{world_size} ranks, got {tuple(slices)} of {tuple(numels)} elements"
+        )
+    return (0,), tuple(numel * count for count in accumulate(slices, initial=0))
 
 
 def _deal(numels: Sequence[int], owners: Sequence[int], world_size: int, start_align: int) -> Places:

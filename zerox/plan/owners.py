@@ -14,6 +14,9 @@ class Load(NamedTuple):
     cost: int = 0
     numel: int = 0
 
+    def plus(self, cost: int, numel: int) -> Load:
+        return Load(self.cost + cost, self.numel + numel)
+
 
 def slowest_over_mean(loads: Sequence[Load]) -> float:
     """The costliest rank's cost beside the mean of all: 1 where they are equal, or have none."""

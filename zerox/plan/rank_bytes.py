@@ -53,27 +53,29 @@ class Site:
 def heaviest_shard(plan: Plan) -> int:
     """The one of which all buckets together have most elements."""
     layouts = [bucket.layout for bucket in plan.buckets]
-    if all(layout.owners is None for layout in layouts):
+    if not any(layout.has_owners for layout in layouts):
         return 0
     shards = range(max(layout.world_size for layout in layouts))
     numels = [sum(_own(layout, shard).numel for layout in layouts) for shard in shards]
     return numels.index(max(numels))
 
 
-def owned_places(plan: Plan, shard: int) -> list[int]:
-    """The parameters that lie whole in this shard."""
-    buckets = [each.bucket for each in plan.trained if each.bucket.layout.owners is not None]
-    return [
-        place
-        for bucket in buckets
-        for place, owner in zip(bucket.params, bucket.layout.owners or (), strict=True)
-        if owner == shard % bucket.layout.world_size
-    ]
+def owned_places(plan: Plan, shard: int) -> list[tuple[int, int | None]]:
+    """The parameters that lie whole in this shard, and those of which some slices do, with how many these are."""
+    found: list[tuple[int, int | None]] = []
+    for bucket in (each.bucket for each in plan.trained if each.bucket.layout.has_owners):
+        layout, own = bucket.layout, shard % bucket.layout.world_size
+        if layout.slices is not None:
+            found.append((bucket.params[0], layout.slices[own]))
+        for place, owner in zip(bucket.params, layout.owners or (), strict=False):
+            if owner == own:
+                found.append((place, None))
+    return found
 
 
 def fullest_rank(plan: Plan, site: Site) -> int | None:
     """The rank that has the ``site``'s shard of each bucket. None: no parameters have owners, so all have as much."""
-    if site.world_size == 1 or all(bucket.layout.owners is None for bucket in plan.buckets):
+    if site.world_size == 1 or not any(bucket.layout.has_owners for bucket in plan.buckets):
         return None
     if site.mesh is None:
         return site.shard
@@ -85,7 +87,7 @@ def fullest_rank(plan: Plan, site: Site) -> int | None:
 def slowest_rank(plan: Plan, world_size: int) -> float | None:
     """Its work on parameters that lie whole on one rank, over the mean of all ranks. None: there are none."""
     buckets = [each.bucket for each in plan.trained if each.bucket.layout.world_size == world_size]
-    if world_size == 1 or all(bucket.layout.owners is None for bucket in buckets):
+    if world_size == 1 or not any(bucket.layout.has_owners for bucket in buckets):
         return None
     return slowest_over_mean(loads_in(buckets, world_size))
 

@@ -159,6 +159,10 @@ class MuonRule(Rule):
     def cost(self, shape: Sequence[int], group: Mapping[str, Any]) -> int | None:
         return sum(matrix.cost for matrix in matrices_of(shape, group))
 
+    def slices(self, shape: Sequence[int], strides: Sequence[int]) -> int:
+        is_in_order = len(shape) == 3 and strides[0] == shape[1] * shape[2]
+        return shape[0] if is_in_order else 1
+
 
 MUON = MuonRule(
     name="muon",

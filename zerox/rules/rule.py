@@ -126,6 +126,11 @@ class Rule:
         """
         return None
 
+    def slices(self, shape: Sequence[int], strides: Sequence[int]) -> int:
+        """Of a parameter with a cost(): how many equal ones it has, one behind the other in memory, that may lie on
+        several ranks. 1: it lies on one."""
+        return 1
+
     @property
     def on_host(self) -> bool:
         """Whether the ``numbers`` and the count of updates are read on the host in every step, and lie there."""

@@ -33,12 +33,14 @@ Kind = tuple[Iteration, torch.Size, tuple[int, ...]]  # matrices of one kind go 
 
 
 class Own(NamedTuple):
-    """A parameter of this rank: elements ``[start, stop)`` of its bucket's shard. ``number``: of all parameters.
-    ``runs``: its matrices, as in_runs() has them. ``segments``: for kernels, by first and last element."""
+    """A parameter of this rank, or slices of one from its element ``param_start`` on: elements ``[start, stop)`` of
+    its bucket's shard. ``number``: of all parameters. ``runs``: its matrices, as in_runs() has them. ``segments``: for
+    kernels, by first and last element."""
 
     bucket: Bucket
     row: int
     number: int
+    param_start: int
     start: int
     stop: int
     shape: tuple[int, ...]
@@ -55,7 +57,7 @@ class Own(NamedTuple):
         """These of its elements, for a kernel. They are made once: an accelerator is waited for."""
         key = span.start, span.stop
         if key not in self.segments:
-            row = [0, span.numel, 0, self.number, span.start]
+            row = [0, span.numel, 0, self.number, self.param_start + span.start]
             self.segments[key] = torch.tensor([row], dtype=torch.int64, device=self.bucket.device)
         return self.segments[key]
 
@@ -166,11 +168,14 @@ class MatrixUpdate:
 
 
 def _own(bucket: Bucket, row: int, groups: Sequence[Mapping[str, Any]]) -> Own:
-    slot, span = bucket.own_segments[row].slot, bucket.own_segments[row].span
+    segment = bucket.own_segments[row]
+    slot, span, first = segment.slot, segment.span, segment.param_start
     member, shape, strides = bucket.members[slot], tuple(bucket.buffer.shapes[slot]), bucket.buffer.strides[slot]
+    if (slices := bucket.plan.layout.slices) is not None:
+        shape = slices[bucket.rank], *shape[1:]
     assert span.numel == math.prod(shape), f"'{member.name}' does not lie whole on this rank"
     runs = list(in_runs(shape, strides, groups[member.group]))
-    return Own(bucket, row, member.number, span.start, span.stop, shape, strides, member.group, runs, {})
+    return Own(bucket, row, member.number, first, span.start, span.stop, shape, strides, member.group, runs, {})
 
 
 def _numel_at_once(on_host: bool) -> int:
