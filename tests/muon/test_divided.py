@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerox
+from tests.kernels.shards import same_bits
 from tests.muon.rig import CAP_MB, OPTIONS, Model, build
 from tests.ranks import run_ranks
 from zerox import FusedShardedMuon
@@ -123,3 +124,25 @@ def added(rank: int, world_size: int) -> list[tuple[int, ...] | None]:
 
 def test_what_is_added_evens_out_what_there_is() -> None:
     assert run_ranks(added, 2)[0] == [(4, 3), (3, 4)]
+
+
+def in_fewer_bits(rank: int, world_size: int, state_dtype: Any) -> list[Tensor]:
+    """All ranks have the same gradients, whose mean is exact."""
+    stack = nn.Parameter(torch.linspace(-1, 1, 8 * SLICE).view(8, 32, 24).clone())
+    optimizer = FusedShardedMuon([stack], lr=0.1, bucket_cap_mb=CAP_MB, state_dtype=state_dtype)
+    for number in range(3):
+        stack.grad = torch.randn(stack.shape, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+    optimizer.synchronize()
+    kept = optimizer.full_state_dict().get("state", {0: {}})[0]  # of rank 0
+    return [stack.detach().clone(), *(value for _, value in sorted(kept.items()) if isinstance(value, Tensor))]
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
+def test_a_momentum_in_fewer_bits_does_not_depend_on_who_has_which_slice(state_dtype: Any) -> None:
+    """Random bits, by which it is rounded, are drawn by an element's place in the whole stack."""
+    alone = run_ranks(in_fewer_bits, 1, state_dtype)[0]
+    for world_size in (2, 4):
+        found = run_ranks(in_fewer_bits, world_size, state_dtype)[0]
+        assert len(found) == len(alone) > 1
+        assert all(map(same_bits, found, alone))
