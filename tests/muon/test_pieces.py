@@ -133,3 +133,20 @@ def test_momentum_of_few_bits_makes_no_tables_after_the_first_step(dtype: Any) -
                 optimizer.step()
         counts.append(tables.call_count)
     assert counts[0] == counts[1]
+
+
+def test_a_matrix_is_cut_as_its_group_says_when_step_is_called() -> None:
+    """An option that was changed between steps counts from the next one on."""
+    found = []
+    for late in (False, True):
+        param = nn.Parameter(torch.linspace(-1, 1, 32 * 20).view(32, 20).clone())
+        optimizer = FusedShardedMuon([{"params": [param], "num_heads": None if late else 4}], lr=0.1, momentum=0.0)
+        for number in range(2):
+            if late and number == 1:
+                optimizer.param_groups[0]["num_heads"] = 4
+                with torch.no_grad():
+                    param.copy_(found[0])
+            param.grad = torch.randn(32, 20, generator=torch.Generator().manual_seed(number))
+            optimizer.step()
+            found += [] if late else [param.detach().clone()]
+    assert same_bits(param.detach(), found[1])

@@ -162,7 +162,7 @@ def _deal(
     params: Sequence[ParamSpec], world_size: int, cap_bytes: int, loads: Sequence[Load] | None
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
     """The ranks of those that lie whole on one, and how many slices each rank has of those that are divided: as many as
-    the others, and of what is left the least loaded ranks have one more."""
+    the others, and what is left goes to the least loaded ranks."""
     whole = [index for index, param in enumerate(params) if param.is_whole]
     divided = [index for index in whole if params[index].may_be_divided(world_size, cap_bytes)]
     items = [(index, params[index].cost or 0, params[index].numel) for index in whole if index not in divided]

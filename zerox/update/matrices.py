@@ -127,6 +127,7 @@ class MatrixUpdate:
         for group in own:
             MUON.check(group)
         self.checked = options
+        self.owned.clear()  # matrices may be cut otherwise
 
     def update(self, run: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """One step of these buckets. The host waits for the device, to learn which parameters have gradients."""
