@@ -163,15 +163,17 @@ def _deal(
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
     """The ranks of those that lie whole on one, and how many slices each rank has of those that are divided: as many as
     the others, and what is left goes to the least loaded ranks."""
-    whole = [index for index, param in enumerate(params) if param.is_whole]
-    divided = [index for index in whole if params[index].may_be_divided(world_size, cap_bytes)]
-    items = [(index, params[index].cost or 0, params[index].numel) for index in whole if index not in divided]
+    items = []  # what lies on one rank: a parameter, by its place, its cost and its elements, or a slice that is left
     loads = [Load()] * world_size if loads is None else list(loads)
     slices = {}
-    for index in divided:
-        count = params[index].slices
-        each = index, (params[index].cost or 0) // count, params[index].numel // count
-        of_all, left = divmod(count, world_size)
+    for index, param in enumerate(params):
+        if param.cost is None:
+            continue
+        if not param.may_be_divided(world_size, cap_bytes):
+            items.append((index, param.cost, param.numel))
+            continue
+        each = index, param.cost // param.slices, param.numel // param.slices
+        of_all, left = divmod(param.slices, world_size)
         slices[index] = [of_all] * world_size
         loads = [load.plus(of_all * each[1], of_all * each[2]) for load in loads]
         items += [each] * left
